@@ -1,0 +1,1 @@
+"""tokencustody: transactional custody of the exact training tokens of reinforcement-learning rollouts."""

@@ -1,0 +1,55 @@
+"""Every error a caller can meet, in one place.
+
+Errors that the capture protocols define keep their names and base classes; the rest are this store's own.
+No message contains a password, a token id or a log probability.
+"""
+
+from __future__ import annotations
+
+
+class TokenCaptureFrozenError(RuntimeError):
+    """A write arrived after its rollout was frozen.
+
+    The caller drops the late record and does not mark the rollout incomplete: the freeze has already judged
+    completeness from the intents, and a mark would invalidate a snapshot that may have been consumed.
+    """
+
+
+class TokenCaptureRetiredError(TokenCaptureFrozenError):
+    """A write arrived after its rollout was retired. Handle it exactly like `TokenCaptureFrozenError`."""
+
+
+class RolloutRetiredError(LookupError):
+    """The ledger of a retired rollout was read. It is gone, and an empty one would look like a rollout without calls."""
+
+
+class InvalidRecordError(ValueError):
+    """A value was refused before any transaction started. The message names the field."""
+
+
+class PayloadConflictError(ValueError):
+    """A model call id was used again with other bytes.
+
+    The first payload stays, the rollout is incomplete, and the table `failures` holds the second payload's
+    hash, the fields that differ and who wrote it.
+    """
+
+
+class CorruptEntryError(RuntimeError):
+    """A stored call is not what was written: its bytes do not match their recorded hash, or do not decode."""
+
+
+class LineageError(RuntimeError):
+    """A parent's token sequence could not be proven by its digest, so no prefix is returned."""
+
+
+class StoreUnavailableError(ConnectionError):
+    """The database could not be reached or kept failing until the deadline. The last cause is chained."""
+
+
+class SchemaMismatchError(RuntimeError):
+    """The database is on another revision than this library. The message names both and the command to run."""
+
+
+class StoreClosedError(RuntimeError):
+    """A store was used after `close()`."""

@@ -1,0 +1,168 @@
+"""The pure parent matcher: which committed call does a request continue?
+
+A request continues a call when the model-authored part of its history is the call's own history plus output (the
+continuation fingerprint) and the call's recorded request still opens it (the context digest). Fewer or more than
+one such call is never decided by a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokencustody.errors import LineageError
+from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint, conversation_digest
+from tokencustody.protocols import LineageMatch, LineageResolution
+from tokencustody.records import ParentResolutionStatus, TokenEntry, compute_digest
+
+NO_MATCH = "no_match"
+AMBIGUOUS = "ambiguous"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A committed call as the matcher sees it: no tokens, only what proves that a request continues it."""
+
+    model_call_id: str
+    context_len: int
+    context_digest: str
+    digest: str | None
+    cum_len: int | None
+
+
+def stamp_continuation(entry: TokenEntry, request_items: list[dict[str, Any]]) -> TokenEntry:
+    """Fill the continuation fields of `entry` in place from its request and its output items, and return it.
+
+    Entries without them are invisible to resolution. Raises ValueError for items that cannot be hashed.
+    """
+    entry.continuation_fingerprint = assistant_fingerprint([*request_items, *entry.output_items])
+    entry.continuation_context_len = len(request_items)
+    entry.continuation_context_digest = conversation_digest(request_items)
+    entry.fingerprint_version = FINGERPRINT_VERSION
+    return entry
+
+
+def choose_parent(candidates: Iterable[Candidate], request_items: Sequence[dict[str, Any]]) -> Candidate | str:
+    """Return the one call that `request_items` continue, or the reason why there is none.
+
+    `candidates` all carry the request's fingerprint. Calls with the same non-empty digest and length hold the same
+    sequence, so the smallest call id stands for them all.
+    """
+    digests: dict[int, str] = {}
+
+    def opens_request(candidate: Candidate) -> bool:
+        length = candidate.context_len
+        if length > len(request_items):
+            return False
+        if length not in digests:
+            digests[length] = conversation_digest(request_items[:length])
+        return digests[length] == candidate.context_digest
+
+    matching = sorted((c for c in candidates if opens_request(c)), key=lambda c: c.model_call_id)
+    if not matching:
+        return NO_MATCH
+    first = matching[0]
+    if len(matching) > 1:
+        sequences = {(c.digest, c.cum_len) for c in matching}
+        if len(sequences) > 1 or not first.digest or first.cum_len is None:
+            return AMBIGUOUS
+    return first
+
+
+def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
+    """Return the whole sequence of the last entry of `chain`, which runs from a full prompt down to that entry.
+
+    Every entry after the first is a delta on the one before it. Raises LineageError when a link is missing or a
+    recorded digest or length does not agree with the tokens.
+    """
+    tokens: list[int] = []
+    previous: TokenEntry | None = None
+    for entry in chain:
+        expected = None if previous is None else previous.model_call_id
+        if entry.prompt_is_delta != (previous is not None) or (previous is not None and entry.parent_call_id != expected):
+            raise LineageError(f"model call {entry.model_call_id} of rollout {entry.rollout_id}: its parent chain is broken")
+        tokens += entry.prompt_token_ids
+        tokens += entry.generation_token_ids
+        previous = entry
+    assert previous is not None  # noqa: S101 - a chain ends with the entry that was asked for
+    if previous.cum_len is not None and previous.cum_len != len(tokens):
+        raise LineageError(
+            f"model call {previous.model_call_id} of rollout {previous.rollout_id} records a sequence of "
+            f"{previous.cum_len} tokens, but its chain has {len(tokens)}"
+        )
+    if previous.digest and previous.digest != compute_digest(tokens):
+        raise LineageError(
+            f"model call {previous.model_call_id} of rollout {previous.rollout_id}: its chain does not have the recorded digest"
+        )
+    return tuple(tokens)
+
+
+def resolved(entry: TokenEntry, tokens: tuple[int, ...]) -> LineageResolution:
+    """Return the decision that names `entry`, whose whole sequence is `tokens`, as the parent."""
+    match = LineageMatch(
+        model_call_id=entry.model_call_id,
+        cumulative_token_ids=tokens,
+        digest=entry.digest or compute_digest(tokens),
+        prev_len=len(tokens),
+    )
+    return LineageResolution(ParentResolutionStatus.RESOLVED, match)
+
+
+ROOT = LineageResolution(ParentResolutionStatus.ROOT)
+
+
+def unresolved(reason: str) -> LineageResolution:
+    """Return the decision that no single parent could be proven."""
+    return LineageResolution(ParentResolutionStatus.UNRESOLVED, reason=reason)
+
+
+@dataclass
+class RolloutLineage:
+    """The matcher over one rollout's complete records, held in memory.
+
+    Not thread-safe. A call id that arrives with two payloads stops being a candidate.
+    """
+
+    entries: dict[str, TokenEntry] = field(default_factory=dict)
+    conflicting: set[str] = field(default_factory=set)
+
+    def add_entry(self, entry: TokenEntry) -> None:
+        """Add a committed record. The same record again is a no-op."""
+        known = self.entries.setdefault(entry.model_call_id, entry)
+        # By text: two NaN are never equal, and 0.0 equals -0.0.
+        if known is not entry and repr(known) != repr(entry):
+            self.conflicting.add(entry.model_call_id)
+
+    def resolve(self, request_items: Sequence[dict[str, Any]]) -> LineageResolution:
+        """Return whether the request is a root, resolved to one parent, or unresolved and why.
+
+        Raises ValueError for items that cannot be hashed, LineageError for a parent whose delta chain does not
+        check out.
+        """
+        fingerprint = assistant_fingerprint(request_items)
+        if not fingerprint:
+            return ROOT
+        choice = choose_parent(
+            (
+                Candidate(
+                    e.model_call_id, e.continuation_context_len, e.continuation_context_digest, e.digest, e.cum_len
+                )
+                for e in self.entries.values()
+                if e.continuation_fingerprint == fingerprint
+                and e.fingerprint_version in (None, FINGERPRINT_VERSION)
+                and e.model_call_id not in self.conflicting
+            ),
+            request_items,
+        )
+        if isinstance(choice, str):
+            return unresolved(choice)
+        chain = [self.entries[choice.model_call_id]]
+        seen = {choice.model_call_id}
+        while chain[-1].prompt_is_delta:
+            parent = self.entries.get(chain[-1].parent_call_id or "")
+            if parent is None or parent.model_call_id in seen:
+                break
+            seen.add(parent.model_call_id)
+            chain.append(parent)
+        return resolved(chain[0], join_chain(chain[::-1]))
