@@ -1,0 +1,1 @@
+"""Tables, dialects, transactions, the packed codec and the migrations behind the store."""

@@ -1,0 +1,208 @@
+"""The tables, as the newest migration leaves them. A test holds that the two agree on both databases.
+
+Every primary key begins with (run, rollout_id), so the tables can be distributed by rollout, and no key needs a
+sequence that rollouts would share.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Dialect,
+    Double,
+    ForeignKeyConstraint,
+    Index,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    SmallInteger,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+
+
+class FenceState(StrEnum):
+    """The state of a rollout's fence."""
+
+    OPEN = "open"
+    FROZEN = "frozen"
+    RETIRED = "retired"
+
+
+class VersionEvent(StrEnum):
+    """What made a version of a rollout."""
+
+    OPEN = "open"
+    CONFLICT = "conflict"
+    MARK = "mark"
+    REFUSAL = "refusal"
+    FREEZE = "freeze"
+    DROP = "drop"
+    RETIRE = "retire"
+
+
+class FailureKind(StrEnum):
+    """Why a rollout is incomplete."""
+
+    MARK = "mark"
+    CONFLICT = "conflict"
+    REFUSAL_CONFLICT = "refusal_conflict"
+
+
+class UtcTime(TypeDecorator[datetime]):
+    """A moment: timestamptz on PostgreSQL, ISO 8601 text in UTC on SQLite."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None or dialect.name == "postgresql":
+            return value
+        return value.astimezone(UTC).replace(tzinfo=None)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        moment: datetime = value
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+metadata = MetaData()
+
+
+def _one_of(column: str, values: type[StrEnum], name: str) -> CheckConstraint:
+    return CheckConstraint(f"{column} IN ({', '.join(repr(str(value)) for value in values)})", name=name)
+
+
+def _rollout_key() -> list[Column[str]]:
+    return [Column("run", Text, nullable=False), Column("rollout_id", Text, nullable=False)]
+
+
+def _belongs_to_fence(table: str) -> ForeignKeyConstraint:
+    return ForeignKeyConstraint(
+        ["run", "rollout_id"], ["fences.run", "fences.rollout_id"], name=f"fk_{table}_fence"
+    )
+
+
+fences = Table(
+    "fences",
+    metadata,
+    *_rollout_key(),
+    Column("state", Text, nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("snapshot_id", Text),
+    Column("incomplete", Boolean, nullable=False),
+    Column("opened_at", UtcTime, nullable=False),
+    Column("frozen_at", UtcTime),
+    Column("retired_at", UtcTime),
+    PrimaryKeyConstraint("run", "rollout_id", name="pk_fences"),
+    _one_of("state", FenceState, "ck_fences_state"),
+    CheckConstraint("version >= 0", name="ck_fences_version"),
+    CheckConstraint("state <> 'frozen' OR snapshot_id IS NOT NULL", name="ck_fences_frozen_has_snapshot"),
+)
+
+entries = Table(
+    "entries",
+    metadata,
+    *_rollout_key(),
+    Column("model_call_id", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("response_id", Text),
+    Column("prompt_len", BigInteger, nullable=False),
+    Column("generation_len", BigInteger, nullable=False),
+    Column("cum_len", BigInteger),
+    Column("token_width", SmallInteger, nullable=False),
+    Column("digest", Text),
+    Column("parent_call_id", Text),
+    Column("parent_resolution", Text),
+    Column("parent_resolution_reason", Text, nullable=False),
+    Column("prompt_is_delta", Boolean, nullable=False),
+    Column("continuation_fingerprint", Text, nullable=False),
+    Column("continuation_context_len", BigInteger, nullable=False),
+    Column("continuation_context_digest", Text, nullable=False),
+    Column("fingerprint_version", BigInteger),
+    Column("created_at", Double),
+    Column("committed_at", UtcTime, nullable=False),
+    Column("written_by", Text, nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+    Column("payload_sha256", Text, nullable=False),
+    PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_entries"),
+    _belongs_to_fence("entries"),
+    CheckConstraint("prompt_len >= 0", name="ck_entries_prompt_len"),
+    CheckConstraint("generation_len >= 0", name="ck_entries_generation_len"),
+    CheckConstraint("cum_len >= 0", name="ck_entries_cum_len"),
+    CheckConstraint("continuation_context_len >= 0", name="ck_entries_continuation_context_len"),
+    CheckConstraint("token_width IN (2, 4, 8)", name="ck_entries_token_width"),
+    CheckConstraint("parent_resolution IN ('root', 'resolved', 'unresolved')", name="ck_entries_parent_resolution"),
+    CheckConstraint("length(payload_sha256) = 64", name="ck_entries_payload_sha256"),
+    Index("ix_entries_continuation_fingerprint", "run", "rollout_id", "continuation_fingerprint"),
+)
+
+intents = Table(
+    "intents",
+    metadata,
+    *_rollout_key(),
+    Column("model_call_id", Text, nullable=False),
+    Column("refusal_code", Text),
+    Column("begun_at", UtcTime, nullable=False),
+    Column("refused_at", UtcTime),
+    Column("written_by", Text, nullable=False),
+    PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_intents"),
+    _belongs_to_fence("intents"),
+    CheckConstraint("(refusal_code IS NULL) = (refused_at IS NULL)", name="ck_intents_refusal"),
+)
+
+failures = Table(
+    "failures",
+    metadata,
+    *_rollout_key(),
+    Column("version", BigInteger, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("model_call_id", Text, nullable=False),
+    Column("first_payload_sha256", Text),
+    Column("second_payload_sha256", Text),
+    Column("differing_fields", Text, nullable=False),
+    Column("recorded_at", UtcTime, nullable=False),
+    Column("written_by", Text, nullable=False),
+    PrimaryKeyConstraint("run", "rollout_id", "version", name="pk_failures"),
+    _belongs_to_fence("failures"),
+    _one_of("kind", FailureKind, "ck_failures_kind"),
+    CheckConstraint("version >= 1", name="ck_failures_version"),
+)
+
+snapshot_versions = Table(
+    "snapshot_versions",
+    metadata,
+    *_rollout_key(),
+    Column("version", BigInteger, nullable=False),
+    Column("event", Text, nullable=False),
+    Column("event_id", Text, nullable=False),
+    Column("model_call_id", Text, nullable=False),
+    Column("snapshot_id", Text),
+    Column("recorded_at", UtcTime, nullable=False),
+    Column("written_by", Text, nullable=False),
+    PrimaryKeyConstraint("run", "rollout_id", "version", name="pk_snapshot_versions"),
+    UniqueConstraint("run", "rollout_id", "event_id", name="uq_snapshot_versions_event_id"),
+    _belongs_to_fence("snapshot_versions"),
+    _one_of("event", VersionEvent, "ck_snapshot_versions_event"),
+    CheckConstraint("version >= 0", name="ck_snapshot_versions_version"),
+)
+
+wire_schema = Table(
+    "wire_schema",
+    metadata,
+    Column("name", Text, nullable=False),
+    Column("version", BigInteger, nullable=False),
+    PrimaryKeyConstraint("name", name="pk_wire_schema"),
+    CheckConstraint("version >= 1", name="ck_wire_schema_version"),
+)
