@@ -1,0 +1,127 @@
+"""The doors to the database. Nothing else in this library begins or commits a transaction.
+
+`read` runs on a snapshot and cannot write. `write` is for a call's own rows. `lifecycle` is for freeze, drop, retire and
+delete, which first lock a fence exclusively and then read what the fence covers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tokencustody.errors import StoreClosedError
+from tokencustody.sql import engine as engines_module
+from tokencustody.sql import migrate
+from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, EngineKey, Engines
+from tokencustody.sql.faults import Fault, classify, unavailable
+from tokencustody.sql.url import DatabaseUrl
+
+Result = TypeVar("Result")
+Work = Callable[[AsyncConnection], Awaitable[Result]]
+
+_FIRST_PAUSE = 0.002
+_LONGEST_PAUSE = 0.25
+
+
+class Database:
+    """One store's way to its database: lazy, per process and event loop, bounded by a deadline in seconds.
+
+    A transaction function may run several times, so it does nothing but read and write through its connection, and
+    finding its own rows already there counts as success: that is how a commit whose answer was lost is settled.
+    """
+
+    def __init__(
+        self, url: DatabaseUrl, *, deadline: float = DEFAULT_DEADLINE, pool_size: int = DEFAULT_POOL_SIZE
+    ) -> None:
+        self.url = url
+        self._key = EngineKey(url, pool_size, deadline)
+        self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
+        self._closed = False
+
+    async def read(self, work: Work[Result]) -> Result:
+        """Run `work` on one consistent snapshot."""
+        return await self._run(work, writes=False)
+
+    async def write(self, work: Work[Result]) -> Result:
+        """Run `work` in a serializable transaction and return once it is durable."""
+        return await self._run(work, writes=True)
+
+    async def lifecycle(self, work: Work[Result]) -> Result:
+        """Run `work`, which begins by locking a fence exclusively, and return once it is durable.
+
+        On PostgreSQL at READ COMMITTED: a serializable snapshot is taken before the lock is granted, so it would miss
+        the writer that committed while this transaction waited, or be aborted for it. With the fence locked, a
+        snapshot per statement sees every call that the fence covers, and nobody can add one.
+        """
+        return await self._run(work, writes=True, isolation="READ COMMITTED")
+
+    async def close(self) -> None:
+        """Release this store's engines. Idempotent; waits for nothing but the closing of connections."""
+        self._closed = True
+        engines = self._held.pop(_here(), None)
+        if engines is not None:
+            await engines_module.release(self._key, engines)
+
+    def _engines(self) -> Engines:
+        if self._closed:
+            raise StoreClosedError(f"the store on {self.url.display} is closed")
+        here = _here()
+        if here not in self._held:
+            self._held = {at: held for at, held in self._held.items() if at[0] == here[0] and not at[1].is_closed()}
+            self._held[here] = engines_module.acquire(self._key)
+        return self._held[here]
+
+    async def _run(self, work: Work[Result], *, writes: bool, isolation: str | None = None) -> Result:
+        engines = self._engines()
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._key.deadline
+        pause = _FIRST_PAUSE
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                async with asyncio.timeout_at(give_up):
+                    await self._check_schema(engines)
+                    async with self._transaction(engines, writes, isolation) as connection:
+                        return await work(connection)
+            except Exception as exc:
+                fault = classify(exc)
+                if fault is None:
+                    raise
+                if fault is Fault.UNAVAILABLE or loop.time() + pause >= give_up:
+                    raise unavailable(self.url, exc, tries=tries) from exc
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    @asynccontextmanager
+    async def _transaction(
+        self, engines: Engines, writes: bool, isolation: str | None
+    ) -> AsyncIterator[AsyncConnection]:
+        async with (engines.writer if writes else engines.reader).connect() as connection:
+            if not self.url.is_sqlite:
+                options = {"postgresql_readonly": not writes} | ({"isolation_level": isolation} if isolation else {})
+                await connection.execution_options(**options)
+            async with connection.begin():
+                yield connection
+
+    async def _check_schema(self, engines: Engines) -> None:
+        if engines.checked:
+            return
+        async with engines.checking:
+            if engines.checked:
+                return
+            if self.url.is_sqlite and await migrate.is_new_sqlite(self.url):
+                await migrate.create_sqlite(self.url)
+            async with self._transaction(engines, False, None) as connection:
+                await migrate.ensure_current(connection, self.url.display)
+            engines.checked = True
+
+
+def _here() -> tuple[int, asyncio.AbstractEventLoop]:
+    return os.getpid(), asyncio.get_running_loop()

@@ -1,0 +1,97 @@
+"""Database URLs: what is accepted, and what of them may be shown."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from tokencustody.errors import InvalidRecordError
+
+# Settings of a TCP socket and of a client's patience; they have no place in asyncpg and change no meaning.
+_IGNORED_BY_ASYNCPG = {
+    "keepalives",
+    "keepalives_idle",
+    "keepalives_interval",
+    "keepalives_count",
+    "tcp_user_timeout",
+    "connect_timeout",
+}
+
+
+@dataclass(frozen=True)
+class DatabaseUrl:
+    """A parsed database URL. Its repr and `display` never contain the password.
+
+    `dsn` is what the driver connects to: a libpq-style URL, or the absolute path of a SQLite file.
+    `statement_cache_size` is 0 behind a pooler in transaction mode.
+    """
+
+    dialect: str
+    dsn: str = field(repr=False)
+    display: str
+    connect_timeout: float | None = None
+    statement_cache_size: int | None = None
+
+    @property
+    def is_sqlite(self) -> bool:
+        """Whether the database is a SQLite file."""
+        return self.dialect == "sqlite"
+
+
+def parse_url(url: str | os.PathLike[str]) -> DatabaseUrl:
+    """Return the parsed form of `sqlite:///…`, `sqlite+aiosqlite:///…`, a path, `postgres[ql]://…` or
+    `postgresql+asyncpg://…`, the latter with libpq's usual query parameters.
+
+    Raises InvalidRecordError (a ValueError) for anything else.
+    """
+    if not isinstance(url, str):
+        url = os.fspath(url)
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return _sqlite(url)
+    if scheme in ("sqlite", "sqlite+aiosqlite"):
+        if not rest.startswith("/"):
+            raise InvalidRecordError("a SQLite URL is sqlite:///relative/path.db or sqlite:////absolute/path.db")
+        if "?" in rest:
+            raise InvalidRecordError("a SQLite URL takes no query parameters")
+        return _sqlite(rest[1:])
+    if scheme in ("postgres", "postgresql", "postgresql+asyncpg"):
+        return _postgresql(f"postgresql://{rest}")
+    raise InvalidRecordError(
+        f"the URL scheme {scheme!r} is not supported; use sqlite:///captures.db, a path, or postgresql://user@host/database"
+    )
+
+
+def _sqlite(path: str) -> DatabaseUrl:
+    if not path or ":memory:" in path:
+        raise InvalidRecordError("custody needs a SQLite file that outlives the process: give a path")
+    # Resolved now, because a worker may change its directory before it first connects.
+    absolute = str(Path(path).expanduser().absolute())
+    return DatabaseUrl("sqlite", absolute, f"sqlite:///{absolute}")
+
+
+def _postgresql(url: str) -> DatabaseUrl:
+    try:
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+        port = parts.port if "," not in parts.netloc else None
+        connect_timeout = float(query["connect_timeout"]) if "connect_timeout" in query else None
+        cache = query.pop("statement_cache_size", query.pop("prepared_statement_cache_size", None))
+        statement_cache_size = None if cache is None else int(cache)
+    except ValueError:
+        # The parser's own message may quote the part that holds the password.
+        raise InvalidRecordError("the PostgreSQL URL is malformed; use postgresql://user@host:port/database?sslmode=…") from None
+    kept = {name: value for name, value in query.items() if name not in _IGNORED_BY_ASYNCPG}
+    userinfo, _, hostport = parts.netloc.rpartition("@")
+    dsn = f"postgresql://{parts.netloc}{parts.path}" + (f"?{urlencode(kept, quote_via=quote)}" if kept else "")
+    host = query.get("host") or hostport.removesuffix(f":{port}" if port else "") or os.environ.get("PGHOST") or "localhost"
+    database = unquote(parts.path.lstrip("/")) or query.get("dbname") or query.get("database") or os.environ.get("PGDATABASE", "")
+    shown_port = query.get("port") or (str(port) if port else os.environ.get("PGPORT", "5432"))
+    user = unquote(userinfo.partition(":")[0]) or query.get("user", "")
+    location = f"host={host}" if host.startswith("/") else ""
+    display = f"postgresql://{user + '@' if user else ''}{'' if location else host}:{shown_port}/{database}"
+    return DatabaseUrl(
+        "postgresql", dsn, display + (f"?{location}" if location else ""), connect_timeout, statement_cache_size
+    )

@@ -1,0 +1,182 @@
+"""The fence of a rollout: one row that every write locks, and the versions it goes through.
+
+Writers of calls lock the row in share mode and never change it, so they do not queue behind each other; whatever changes
+the rollout's verdict locks it exclusively. On SQLite, where writes are one at a time, the transaction is the lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import uuid4
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tokencustody.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
+from tokencustody.sql.dialects import insert_if_absent
+from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, failures, fences, snapshot_versions
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutKey:
+    """The first two columns of every primary key."""
+
+    run: str
+    rollout_id: str
+
+    def columns(self) -> dict[str, str]:
+        """Return the key as column values."""
+        return {"run": self.run, "rollout_id": self.rollout_id}
+
+    def of(self, table: Any) -> Any:
+        """Return the condition that a row of `table` belongs to this rollout."""
+        return (table.c.run == self.run) & (table.c.rollout_id == self.rollout_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """When, by whom and under which unique id something happens, fixed before a transaction may repeat it."""
+
+    at: datetime
+    by: str
+    event_id: str
+
+    @classmethod
+    def make(cls, at: datetime, by: str) -> Stamp:
+        """Return a stamp with a new event id."""
+        return cls(at, by, uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A rollout's fence as a transaction locked it."""
+
+    state: FenceState
+    version: int
+    snapshot_id: str | None
+    incomplete: bool
+
+
+async def find_fence_txn(connection: AsyncConnection, key: RolloutKey, *, exclusive: bool) -> Fence | None:
+    """Lock and return the fence, or return None when the rollout has none."""
+    statement = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(key.of(fences))
+    row = (await connection.execute(statement.with_for_update(read=not exclusive))).one_or_none()
+    return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
+
+
+async def lock_fence_txn(connection: AsyncConnection, key: RolloutKey, stamp: Stamp, *, exclusive: bool) -> Fence:
+    """Lock and return the fence, opened at version 0 when the rollout has none."""
+    fence = await find_fence_txn(connection, key, exclusive=exclusive)
+    if fence is not None:
+        return fence
+    opened = await connection.execute(
+        insert_if_absent(connection, fences),
+        {**key.columns(), "state": FenceState.OPEN, "version": 0, "incomplete": False, "opened_at": stamp.at},
+    )
+    if opened.rowcount:
+        # An event id of its own: the event that opened the fence on the way has its row too.
+        await _add_version_txn(connection, key, 0, VersionEvent.OPEN, stamp.by, stamp.at, f"{stamp.event_id}-open")
+    fence = await find_fence_txn(connection, key, exclusive=exclusive)
+    assert fence is not None  # noqa: S101 - inserted above, or by the writer that the insert waited for
+    return fence
+
+
+def refuse_if_frozen(fence: Fence, key: RolloutKey, what: str) -> None:
+    """Raise TokenCaptureFrozenError or TokenCaptureRetiredError unless the fence is open."""
+    refuse_if_retired(fence, key, what)
+    if fence.state is FenceState.FROZEN:
+        raise TokenCaptureFrozenError(f"rollout {key.rollout_id} of run {key.run} is frozen: {what} came too late; drop it")
+
+
+def refuse_if_retired(fence: Fence, key: RolloutKey, what: str) -> None:
+    """Raise TokenCaptureRetiredError when the rollout is retired."""
+    if fence.state is FenceState.RETIRED:
+        raise TokenCaptureRetiredError(f"rollout {key.rollout_id} of run {key.run} is retired: {what} came too late; drop it")
+
+
+async def happened_txn(connection: AsyncConnection, key: RolloutKey, stamp: Stamp) -> bool:
+    """Return whether an earlier try of the stamped event was committed after all."""
+    versions = snapshot_versions.c
+    found = await connection.execute(
+        select(versions.version).where(key.of(snapshot_versions), versions.event_id == stamp.event_id)
+    )
+    return found.first() is not None
+
+
+async def advance_txn(
+    connection: AsyncConnection,
+    key: RolloutKey,
+    fence: Fence,
+    event: VersionEvent,
+    stamp: Stamp,
+    *,
+    model_call_id: str = "",
+    **changes: Any,
+) -> int:
+    """Give an exclusively locked fence its next version, with `changes` to its columns. Returns that version."""
+    version = fence.version + 1
+    await connection.execute(update(fences).where(key.of(fences)).values(version=version, **changes))
+    snapshot_id = changes.get("snapshot_id", fence.snapshot_id)
+    await _add_version_txn(
+        connection, key, version, event, stamp.by, stamp.at, stamp.event_id, snapshot_id, model_call_id
+    )
+    return version
+
+
+async def fail_txn(
+    connection: AsyncConnection,
+    key: RolloutKey,
+    fence: Fence,
+    event: VersionEvent,
+    kind: FailureKind,
+    stamp: Stamp,
+    *,
+    model_call_id: str,
+    first: str | None = None,
+    second: str | None = None,
+    differing: str = "",
+) -> None:
+    """Mark an exclusively locked rollout incomplete, with the evidence in `failures`."""
+    version = await advance_txn(connection, key, fence, event, stamp, model_call_id=model_call_id, incomplete=True)
+    await connection.execute(
+        insert(failures),
+        {
+            **key.columns(),
+            "version": version,
+            "kind": kind,
+            "model_call_id": model_call_id,
+            "first_payload_sha256": first,
+            "second_payload_sha256": second,
+            "differing_fields": differing,
+            "recorded_at": stamp.at,
+            "written_by": stamp.by,
+        },
+    )
+
+
+async def _add_version_txn(
+    connection: AsyncConnection,
+    key: RolloutKey,
+    version: int,
+    event: VersionEvent,
+    by: str,
+    at: datetime,
+    event_id: str,
+    snapshot_id: str | None = None,
+    model_call_id: str = "",
+) -> None:
+    await connection.execute(
+        insert(snapshot_versions),
+        {
+            **key.columns(),
+            "version": version,
+            "event": event,
+            "event_id": event_id,
+            "model_call_id": model_call_id,
+            "snapshot_id": snapshot_id,
+            "recorded_at": at,
+            "written_by": by,
+        },
+    )
