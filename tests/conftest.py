@@ -1,0 +1,93 @@
+"""Databases for the tests, and the PostgreSQL server under them.
+
+`store_url` runs a test twice, on a new SQLite file and on a new PostgreSQL database, both ready for use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.support import databases
+from tests.support.postgres import NoPostgresError, Server, postgres_server
+
+settings.register_profile("tokencustody", deadline=None, derandomize=True, max_examples=100, print_blob=True)
+settings.load_profile("tokencustody")
+
+_SERVER = pytest.StashKey[Server]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Bring up PostgreSQL once, before the first test, if any selected test uses it."""
+    if session.config.option.collectonly:
+        return
+    if any("postgres" in getattr(item, "fixturenames", ()) for item in session.items):
+        stack = ExitStack()
+        # Runs when pytest ends, for whatever reason, after the last fixture.
+        session.config.add_cleanup(stack.close)
+        try:
+            session.config.stash[_SERVER] = stack.enter_context(postgres_server())
+        except NoPostgresError as exc:
+            pytest.exit(str(exc), returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    return _database_line(config)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(_database_line(terminalreporter.config))
+
+
+def _database_line(config: pytest.Config) -> str:
+    server = config.stash.get(_SERVER, None)
+    return f"database: {server}" if server else "database: no selected test uses PostgreSQL"
+
+
+@pytest.fixture(scope="session")
+def postgres(pytestconfig: pytest.Config) -> Server:
+    """The server itself; most tests want a database of their own."""
+    return pytestconfig.stash[_SERVER]
+
+
+@pytest.fixture(scope="session")
+def _migrated_template(postgres: Server) -> Iterator[str]:
+    from tokencustody.sql import migrate
+
+    name = databases.create(postgres, "template")
+    try:
+        migrate.upgrade(postgres.url_of(name))
+        yield name
+    finally:
+        databases.drop(postgres, name)
+
+
+@pytest.fixture
+def empty_postgres_url(postgres: Server) -> Iterator[str]:
+    """A new PostgreSQL database without any table."""
+    with databases.fresh(postgres) as url:
+        yield url
+
+
+@pytest.fixture
+def postgres_url(postgres: Server, _migrated_template: str) -> Iterator[str]:
+    """A new PostgreSQL database on the newest revision."""
+    with databases.fresh(postgres, _migrated_template) as url:
+        yield url
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """A SQLite file that does not exist yet; the first store to open it creates it."""
+    return f"sqlite:///{tmp_path / 'captures.db'}"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """A database that is ready for a store, once of each kind."""
+    url: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
+    return url
