@@ -1,0 +1,1 @@
+"""The Alembic environment and the released revisions. `tokencustody.sql.migrate` runs them."""

@@ -1,0 +1,341 @@
+"""Revisions of the schema: which one a database is on, how it gets to another, what a store demands of it.
+
+Opening a store costs two SELECTs and imports no Alembic. Migrations run in one transaction on both databases,
+version stamp included, and one at a time: on PostgreSQL behind an advisory lock of the transaction, on SQLite
+behind BEGIN IMMEDIATE, both taken before the current revision is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import Connection, func, select, text
+
+from tokencustody.errors import SchemaMismatchError
+from tokencustody.fingerprint import FINGERPRINT_VERSION
+from tokencustody.records import DIGEST_VERSION, SCHEMA_VERSION
+from tokencustody.sql import catalogue, engine, tables
+from tokencustody.sql.codec import CODEC_VERSION
+from tokencustody.sql.faults import Fault, classify, unavailable
+from tokencustody.sql.url import DatabaseUrl, parse_url
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+    from sqlalchemy.ext.asyncio import AsyncConnection
+
+Result = TypeVar("Result")
+Url = str | os.PathLike[str] | DatabaseUrl
+Progress = Callable[[str], None]
+
+# Every released revision, oldest first. Kept here so that opening a store does not import Alembic.
+REVISIONS = ("0001_capture",)
+HEAD = REVISIONS[-1]
+
+WIRE_SCHEMAS = {
+    "token_entry": SCHEMA_VERSION,
+    "token_digest": DIGEST_VERSION,
+    "fingerprint": FINGERPRINT_VERSION,
+    "payload_codec": CODEC_VERSION,
+}
+
+# The advisory lock of migrations: "custody" in ASCII, as a 64-bit integer.
+LOCK_KEY = int.from_bytes(b"custody", "big")
+
+# Alembic's `context` and `op` are global to the process, so its runs take turns, each in a thread of its own.
+_alembic_in_use = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What a database says of its schema. `revision` is None where nothing was migrated."""
+
+    revision: str | None
+    wire_schemas: dict[str, int] | None
+
+
+def upgrade(
+    url: Url, revision: str = "head", progress: Progress | None = None
+) -> tuple[str | None, str | None]:
+    """Bring a database to `revision` and return the revisions before and after; creates a SQLite file.
+
+    It happens whole or not at all, and of several at once one does the work. `progress` gets a line for
+    each revision as it is applied. Raises SchemaMismatchError when the database is on a revision that this
+    library does not know, StoreUnavailableError when it is out of reach, ValueError for an unknown revision.
+    """
+    from alembic import command
+
+    _check_known(revision)
+    return _run(_parsed(url), lambda config: command.upgrade(config, revision), progress)
+
+
+def downgrade(url: Url, revision: str, progress: Progress | None = None) -> tuple[str | None, str | None]:
+    """Take a database back to `revision` and return the revisions before and after. Errors as in `upgrade`.
+
+    Rows that the older revision has no place for are lost: "base" drops every table of tokencustody.
+    """
+    from alembic import command
+
+    _check_known(revision)
+    target = _parsed(url)
+    if _is_missing(target):
+        return None, None
+    return _run(target, lambda config: command.downgrade(config, revision), progress)
+
+
+def current(url: Url) -> str | None:
+    """Return the revision a database is on, or None where nothing was migrated. Creates nothing."""
+    return _read(_parsed(url), _stored, missing=_Stored(None, None)).revision
+
+
+def check(url: Url) -> list[str]:
+    """Return everything in which a database differs from this library, empty when it is at head and equal.
+
+    Compares the revision, the wire schemas, and each column, constraint and index of the tables; other tables
+    are not looked at. Creates nothing.
+    """
+    return _read(_parsed(url), _problems, missing=[f"{_parsed(url).display} does not exist"])
+
+
+def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
+    """Return the SQL that takes a database from one revision to another, without connecting to any.
+
+    `url_or_dialect` is a URL or one of "sqlite" and "postgresql"; `revisions` is "from:to".
+    """
+    from alembic import command
+
+    for revision in revisions.split(":"):
+        _check_known(revision)
+    dialect = (
+        url_or_dialect if url_or_dialect in ("sqlite", "postgresql") else _parsed(url_or_dialect).dialect
+    )
+    buffer = io.StringIO()
+    config = _config(output_buffer=buffer)
+    config.attributes["dialect"] = dialect
+    with _alembic_in_use:
+        command.upgrade(config, revisions, sql=True)
+    return buffer.getvalue()
+
+
+async def is_new_sqlite(url: DatabaseUrl) -> bool:
+    """Return whether a SQLite file does not exist, is empty or holds no table yet. Creates nothing."""
+    return await asyncio.to_thread(_is_new_sqlite, url)
+
+
+async def create_sqlite(url: DatabaseUrl) -> None:
+    """Give a new SQLite file its tables. Any number of processes may do so at once."""
+    await asyncio.to_thread(upgrade, url)
+
+
+async def ensure_current(connection: AsyncConnection, display_url: str) -> None:
+    """Raise SchemaMismatchError, with the command to run, unless the database fits this library.
+
+    Two SELECTs inside the caller's transaction.
+    """
+    stored = await connection.run_sync(_stored)
+    if problem := _revision_problem(stored, display_url):
+        raise SchemaMismatchError(problem)
+    for name, version in (stored.wire_schemas or {}).items():
+        known = WIRE_SCHEMAS.get(name, 0)
+        if version > known:
+            raise SchemaMismatchError(
+                f"{display_url} holds wire schema {name} version {version}, newer than this library's "
+                f"version {known}: upgrade tokencustody"
+            )
+
+
+def in_transaction(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Result:
+    """Run `work` in the one transaction in which a database may be migrated, and commit.
+
+    Blocks, also when an event loop is running in this thread. Raises StoreUnavailableError.
+    """
+    return _blocking(_in_transaction(url, work))
+
+
+def _run(
+    url: DatabaseUrl, run: Callable[[Config], None], progress: Progress | None
+) -> tuple[str | None, str | None]:
+    def work(connection: Connection) -> tuple[str | None, str | None]:
+        before = _stored(connection)
+        if before.revision is not None and before.revision not in REVISIONS:
+            raise SchemaMismatchError(_revision_problem(before, url.display))
+        config = _config()
+        config.attributes["connection"] = connection
+        if progress is not None:
+            config.attributes["on_version_apply"] = lambda *, step, **_: progress(
+                f"{'applied' if step.is_upgrade else 'undid'} {step.up_revision_id}"
+            )
+        run(config)
+        after = _stored(connection).revision
+        if after is None:
+            # Alembic leaves its own table behind, empty.
+            connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
+        return before.revision, after
+
+    with _alembic_in_use:
+        return in_transaction(url, work)
+
+
+async def _in_transaction(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Result:
+    give_up = time.monotonic() + engine.DEFAULT_DEADLINE
+    while True:
+        try:
+            return await _try_transaction(url, work)
+        except Exception as exc:
+            fault = classify(exc)
+            if fault is None:
+                raise
+            if fault is not Fault.RETRY or time.monotonic() > give_up:
+                raise unavailable(url, exc) from exc
+        # Entering WAL mode does not wait for others that enter it: SQLite answers BUSY at once.
+        await asyncio.sleep(random.uniform(0.01, 0.05))  # noqa: S311 - jitter, not a secret
+
+
+async def _try_transaction(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Result:
+    migrating = engine.migration_engine(url)
+    try:
+        async with migrating.connect() as connection:
+            if not url.is_sqlite:
+                # A serializable snapshot would be older than the lock and show the revision of before.
+                await connection.execution_options(isolation_level="READ COMMITTED")
+            async with connection.begin():
+                if not url.is_sqlite:
+                    await connection.execute(select(func.pg_advisory_xact_lock(LOCK_KEY)))
+                return await connection.run_sync(work)
+    finally:
+        await migrating.dispose()
+
+
+def _read(url: DatabaseUrl, work: Callable[[Connection], Result], *, missing: Result) -> Result:
+    return missing if _is_missing(url) else _blocking(_read_only(url, work))
+
+
+async def _read_only(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Result:
+    key = engine.EngineKey(url, pool_size=1, deadline=engine.DEFAULT_DEADLINE)
+    engines = engine.acquire(key)
+    try:
+        async with engines.reader.connect() as connection:
+            return await connection.run_sync(work)
+    except Exception as exc:
+        if classify(exc) is None:
+            raise
+        raise unavailable(url, exc) from exc
+    finally:
+        await engine.release(key, engines)
+
+
+def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def _config(output_buffer: io.StringIO | None = None) -> Config:
+    from alembic.config import Config
+
+    config = Config(output_buffer=output_buffer)
+    config.set_main_option("script_location", "tokencustody:migrations")
+    return config
+
+
+def _check_known(revision: str) -> None:
+    if revision not in (*REVISIONS, "base", "head"):
+        raise ValueError(
+            f"revision {revision!r} is unknown; this library knows base, {', '.join(REVISIONS)} and head"
+        )
+
+
+def _parsed(url: Url) -> DatabaseUrl:
+    return url if isinstance(url, DatabaseUrl) else parse_url(url)
+
+
+def _is_missing(url: DatabaseUrl) -> bool:
+    return url.is_sqlite and not Path(url.dsn).exists()
+
+
+def _is_new_sqlite(url: DatabaseUrl) -> bool:
+    if _is_missing(url):
+        return True
+    # Connected read-only: a look must not create a file, nor change the journal mode of someone else's.
+    connection = sqlite3.connect(
+        f"{Path(url.dsn).as_uri()}?mode=ro", uri=True, timeout=engine.DEFAULT_DEADLINE
+    )
+    try:
+        return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+    finally:
+        connection.close()
+
+
+def _stored(connection: Connection) -> _Stored:
+    if connection.dialect.name == "sqlite":
+        names = (
+            "SELECT name FROM sqlite_master "
+            "WHERE type = 'table' AND name IN ('alembic_version', 'wire_schema')"
+        )
+    else:
+        names = (
+            "SELECT name FROM (VALUES ('alembic_version'), ('wire_schema')) AS wanted (name) "
+            "WHERE to_regclass(name) IS NOT NULL"
+        )
+    present = set(connection.scalars(text(names)))
+    if "alembic_version" not in present:
+        return _Stored(None, None)
+    if "wire_schema" not in present:
+        revisions = connection.scalars(text("SELECT version_num FROM alembic_version")).all()
+        return _Stored(", ".join(sorted(revisions)) or None, None)
+    rows = connection.execute(
+        text("SELECT version_num, name, version FROM alembic_version LEFT JOIN wire_schema ON true")
+    ).all()
+    return _Stored(
+        ", ".join(sorted({row.version_num for row in rows})) or None,
+        {row.name: row.version for row in rows if row.name is not None},
+    )
+
+
+def _revision_problem(stored: _Stored, display_url: str) -> str:
+    if stored.revision == HEAD:
+        return ""
+    command = f"run `tokencustody db upgrade --url {display_url}`"
+    if stored.revision is None:
+        return f"{display_url} has no tokencustody tables (this library is on revision {HEAD}): {command}"
+    if stored.revision in REVISIONS:
+        return f"{display_url} is on revision {stored.revision}, this library on {HEAD}: {command}"
+    if stored.wire_schemas is None:
+        return (
+            f"{display_url} is on revision {stored.revision} of another application (this library is on "
+            f"{HEAD}): give tokencustody a database or a PostgreSQL schema of its own"
+        )
+    return (
+        f"{display_url} is on revision {stored.revision}, which this library, on {HEAD}, does not know: "
+        "upgrade tokencustody"
+    )
+
+
+def _problems(connection: Connection) -> list[str]:
+    stored = _stored(connection)
+    if stored.revision != HEAD:
+        return [f"revision: {stored.revision or 'none'} instead of {HEAD}"]
+    versions = stored.wire_schemas or {}
+    problems = [
+        f"wire schema {name}: {versions.get(name, 'missing')} instead of {WIRE_SCHEMAS.get(name, 'none')}"
+        for name in sorted(WIRE_SCHEMAS.keys() | versions.keys())
+        if versions.get(name) != WIRE_SCHEMAS.get(name)
+    ]
+    declared = catalogue.declared(tables.metadata, connection.dialect)
+    found = catalogue.found(connection, tables.metadata)
+    problems += [f"missing: {line}" for line in sorted(declared - found)]
+    problems += [f"unexpected: {line}" for line in sorted(found - declared)]
+    return problems
