@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import asyncpg
-from sqlalchemy import event
+from sqlalchemy import URL, event
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -105,8 +105,8 @@ def _make(key: EngineKey) -> Engines:
 
 def _sqlite_engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: Any) -> AsyncEngine:
     engine = create_async_engine(
-        "sqlite+aiosqlite://",
-        connect_args={"database": url.dsn, "isolation_level": None, "timeout": deadline},
+        URL.create("sqlite+aiosqlite", database=url.dsn),
+        connect_args={"isolation_level": None, "timeout": deadline},
         **options,
     )
     writes = begin != "BEGIN"

@@ -11,11 +11,12 @@ import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from tokencustody.errors import StoreClosedError
+from tokencustody.errors import StoreClosedError, StoreUnavailableError
 from tokencustody.sql import engine as engines_module
 from tokencustody.sql import migrate
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, EngineKey, Engines
@@ -34,12 +35,19 @@ class Database:
 
     A transaction function may run several times, so it does nothing but read and write through its connection, and
     finding its own rows already there counts as success: that is how a commit whose answer was lost is settled.
+    With `creates=False` a SQLite file that does not exist is an error instead of a new database.
     """
 
     def __init__(
-        self, url: DatabaseUrl, *, deadline: float = DEFAULT_DEADLINE, pool_size: int = DEFAULT_POOL_SIZE
+        self,
+        url: DatabaseUrl,
+        *,
+        deadline: float = DEFAULT_DEADLINE,
+        pool_size: int = DEFAULT_POOL_SIZE,
+        creates: bool = True,
     ) -> None:
         self.url = url
+        self._creates = creates
         self._key = EngineKey(url, pool_size, deadline)
         self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
         self._closed = False
@@ -116,8 +124,10 @@ class Database:
         async with engines.checking:
             if engines.checked:
                 return
-            if self.url.is_sqlite and await migrate.is_new_sqlite(self.url):
+            if self.url.is_sqlite and self._creates and await migrate.is_new_sqlite(self.url):
                 await migrate.create_sqlite(self.url)
+            if self.url.is_sqlite and not Path(self.url.dsn).exists():
+                raise StoreUnavailableError(f"{self.url.display} does not exist")
             async with self._transaction(engines, False, None) as connection:
                 await migrate.ensure_current(connection, self.url.display)
             engines.checked = True

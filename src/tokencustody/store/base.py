@@ -22,6 +22,8 @@ class SqlStore:
     (on SQLite: of readers) that the stores of one process and loop share; with many workers it multiplies.
     """
 
+    _creates = True
+
     def __init__(
         self,
         url: str | os.PathLike[str],
@@ -33,7 +35,7 @@ class SqlStore:
     ) -> None:
         self.run = check_rollout_id(run, "run")
         self._writer = writer if writer is None else check_text(writer, "writer")
-        self._database = Database(parse_url(url), deadline=deadline, pool_size=pool_size)
+        self._database = Database(parse_url(url), deadline=deadline, pool_size=pool_size, creates=self._creates)
 
     @property
     def written_by(self) -> str:

@@ -68,19 +68,17 @@ async def find_fence_txn(connection: AsyncConnection, key: RolloutKey, *, exclus
 
 async def lock_fence_txn(connection: AsyncConnection, key: RolloutKey, stamp: Stamp, *, exclusive: bool) -> Fence:
     """Lock and return the fence, opened at version 0 when the rollout has none."""
-    fence = await find_fence_txn(connection, key, exclusive=exclusive)
-    if fence is not None:
-        return fence
-    opened = await connection.execute(
-        insert_if_absent(connection, fences),
-        {**key.columns(), "state": FenceState.OPEN, "version": 0, "incomplete": False, "opened_at": stamp.at},
-    )
-    if opened.rowcount:
-        # An event id of its own: the event that opened the fence on the way has its row too.
-        await _add_version_txn(connection, key, 0, VersionEvent.OPEN, stamp.by, stamp.at, f"{stamp.event_id}-open")
-    fence = await find_fence_txn(connection, key, exclusive=exclusive)
-    assert fence is not None  # noqa: S101 - inserted above, or by the writer that the insert waited for
-    return fence
+    while True:
+        fence = await find_fence_txn(connection, key, exclusive=exclusive)
+        if fence is not None:
+            return fence
+        opened = await connection.execute(
+            insert_if_absent(connection, fences),
+            {**key.columns(), "state": FenceState.OPEN, "version": 0, "incomplete": False, "opened_at": stamp.at},
+        )
+        if opened.rowcount:
+            # An event id of its own: the event that opened the fence on the way has its row too.
+            await _add_version_txn(connection, key, 0, VersionEvent.OPEN, stamp.by, stamp.at, f"{stamp.event_id}-open")
 
 
 def refuse_if_frozen(fence: Fence, key: RolloutKey, what: str) -> None:

@@ -1,0 +1,200 @@
+"""The source: where a trainer freezes rollouts, reads them, and lets them go."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from sqlalchemy import delete, exists, literal, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tokencustody.errors import InvalidRecordError
+from tokencustody.protocols import CallRefusal, RolloutRemovalPayload, TokenCaptureSnapshot
+from tokencustody.sql.codec import unpack_entry
+from tokencustody.sql.tables import FenceState, VersionEvent, entries, failures, fences, intents, snapshot_versions
+from tokencustody.store.base import SqlStore, now
+from tokencustody.store.fence import (
+    RolloutKey,
+    Stamp,
+    advance_txn,
+    find_fence_txn,
+    lock_fence_txn,
+    refuse_if_retired,
+)
+from tokencustody.store.ids import check_batch, check_rollout_id
+
+# What a rollout holds besides its fence and its history, in the order in which it is removed.
+_RECORDS = (entries, intents, failures)
+
+
+_Removal = Callable[[AsyncConnection, RolloutKey, Stamp], Awaitable[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    snapshot_id: str
+    version: int
+    incomplete: bool
+    calls: Sequence[Any]
+    refusals: tuple[CallRefusal, ...]
+
+
+class SqlTokenSource(SqlStore):
+    """A `TokenSource` with a strict fence.
+
+    Every method returns once its change is durable, and raises StoreUnavailableError when the deadline passes first.
+    """
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        """Raise the fence and return everything that was stored before it.
+
+        No put, begin_call or refuse_call that returned success, on any host, ever lies after it. Freezing again returns the
+        same snapshot id, and the same version unless the rollout was marked since. A rollout without calls gives an
+        empty snapshot. Raises TokenCaptureRetiredError for a retired rollout, CorruptEntryError naming the first call
+        whose stored bytes are not those that were written.
+        """
+        key = RolloutKey(self.run, check_rollout_id(rollout_id))
+        stamp = Stamp.make(now(), self.written_by)
+        minted_id = uuid4().hex
+
+        async def raise_fence(connection: AsyncConnection) -> _Frozen:
+            fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
+            refuse_if_retired(fence, key, "the freeze")
+            version, snapshot_id, incomplete = fence.version, fence.snapshot_id or minted_id, fence.incomplete
+            if fence.state is FenceState.OPEN:
+                incomplete = incomplete or await _has_dangling_intent_txn(connection, key)
+                version = await advance_txn(
+                    connection,
+                    key,
+                    fence,
+                    VersionEvent.FREEZE,
+                    stamp,
+                    state=FenceState.FROZEN,
+                    snapshot_id=snapshot_id,
+                    incomplete=incomplete,
+                    frozen_at=stamp.at,
+                )
+            calls = await connection.execute(
+                select(entries.c.model_call_id, entries.c.payload, entries.c.payload_sha256).where(key.of(entries))
+            )
+            refused = await connection.execute(
+                select(intents.c.model_call_id, intents.c.refusal_code)
+                .where(key.of(intents), intents.c.refusal_code.is_not(None))
+                .order_by(intents.c.model_call_id)
+            )
+            refusals = tuple(CallRefusal(row.model_call_id, row.refusal_code) for row in refused)
+            return _Frozen(snapshot_id, version, incomplete, calls.all(), refusals)
+
+        frozen = await self._database.lifecycle(raise_fence)
+        return TokenCaptureSnapshot(
+            rollout_id=rollout_id,
+            entries=tuple(
+                unpack_entry(
+                    row.payload, row.payload_sha256, rollout_id=rollout_id, model_call_id=row.model_call_id
+                )
+                for row in frozen.calls
+            ),
+            incomplete=frozen.incomplete,
+            snapshot_id=frozen.snapshot_id,
+            version=frozen.version,
+            refusals=frozen.refusals,
+        )
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> bool:
+        """Retire exactly the frozen snapshot that was consumed.
+
+        Returns False, with nothing lost, when the rollout is open or unknown or was marked since. For a retired
+        rollout it is True only if it was exactly that snapshot.
+        """
+        key = RolloutKey(self.run, check_rollout_id(rollout_id))
+        if not isinstance(snapshot_id, str):
+            raise InvalidRecordError(f"snapshot_id must be a string, not {type(snapshot_id).__name__}")
+        if type(version) is not int:
+            raise InvalidRecordError(f"version must be an integer, not {type(version).__name__}")
+        stamp = Stamp.make(now(), self.written_by)
+
+        async def retire_snapshot(connection: AsyncConnection) -> bool:
+            fence = await find_fence_txn(connection, key, exclusive=True)
+            if fence is None or fence.state is FenceState.OPEN or fence.snapshot_id != snapshot_id:
+                return False
+            if fence.state is FenceState.RETIRED:
+                # Retirement is the last version of a rollout, so it retired the one before.
+                return fence.version - 1 == version
+            if fence.version != version:
+                return False
+            await _remove_records_txn(connection, key)
+            await advance_txn(
+                connection, key, fence, VersionEvent.DROP, stamp, state=FenceState.RETIRED, retired_at=stamp.at
+            )
+            return True
+
+        return await self._database.lifecycle(retire_snapshot)
+
+    async def retire(self, rollout_ids: Sequence[str]) -> RolloutRemovalPayload:
+        """Remove the records of rollouts in any state and keep their fences. Repeating it is a no-op.
+
+        All ids are checked before anything changes: TypeError for a bare string, InvalidRecordError for an id outside the
+        rules. Each rollout is retired in a transaction of its own.
+        """
+
+        async def retire_one(connection: AsyncConnection, key: RolloutKey, stamp: Stamp) -> bool:
+            fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
+            if fence.state is FenceState.RETIRED:
+                return False
+            removed = await _remove_records_txn(connection, key)
+            await advance_txn(
+                connection, key, fence, VersionEvent.RETIRE, stamp, state=FenceState.RETIRED, retired_at=stamp.at
+            )
+            return removed > 0
+
+        return await self._for_each(rollout_ids, retire_one)
+
+    async def delete(self, rollout_ids: Sequence[str]) -> RolloutRemovalPayload:
+        """Remove the records, fences and histories of rollouts, after which their ids read as unused.
+
+        Repeating it is a no-op. Checks and transactions as for `retire`.
+        """
+
+        async def delete_one(connection: AsyncConnection, key: RolloutKey, _stamp: Stamp) -> bool:
+            if await find_fence_txn(connection, key, exclusive=True) is None:
+                return False
+            removed = await _remove_records_txn(connection, key)
+            for table in (snapshot_versions, fences):
+                await connection.execute(delete(table).where(key.of(table)))
+            return removed > 0
+
+        return await self._for_each(rollout_ids, delete_one)
+
+    async def _for_each(self, rollout_ids: Sequence[str], remove: _Removal) -> RolloutRemovalPayload:
+        result = RolloutRemovalPayload(absent=[], removed=[])
+        for rollout_id in check_batch(rollout_ids):
+            removed = await self._remove(RolloutKey(self.run, rollout_id), remove)
+            result["removed" if removed else "absent"].append(rollout_id)
+        return result
+
+    async def _remove(self, key: RolloutKey, remove: _Removal) -> bool:
+        stamp = Stamp.make(now(), self.written_by)
+        had_records = False
+
+        async def attempt(connection: AsyncConnection) -> bool:
+            nonlocal had_records
+            # Or-ed: a repeat after a commit whose answer was lost finds nothing left to remove.
+            had_records = await remove(connection, key, stamp) or had_records
+            return had_records
+
+        return await self._database.lifecycle(attempt)
+
+
+async def _has_dangling_intent_txn(connection: AsyncConnection, key: RolloutKey) -> bool:
+    captured = exists().where(key.of(entries), entries.c.model_call_id == intents.c.model_call_id)
+    dangling = select(literal(1)).where(key.of(intents), intents.c.refusal_code.is_(None), ~captured).limit(1)
+    return (await connection.execute(dangling)).first() is not None
+
+
+async def _remove_records_txn(connection: AsyncConnection, key: RolloutKey) -> int:
+    removed = 0
+    for table in _RECORDS:
+        removed += (await connection.execute(delete(table).where(key.of(table)))).rowcount
+    return removed
