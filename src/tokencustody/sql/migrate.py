@@ -56,6 +56,10 @@ LOCK_KEY = int.from_bytes(b"custody", "big")
 _alembic_in_use = threading.Lock()
 
 
+class UnknownRevisionError(ValueError):
+    """A revision was asked for that this library does not have. The message names those it has."""
+
+
 @dataclass(frozen=True)
 class _Stored:
     """What a database says of its schema. `revision` is None where nothing was migrated."""
@@ -71,7 +75,7 @@ def upgrade(
 
     It happens whole or not at all, and of several at once one does the work. `progress` gets a line for
     each revision as it is applied. Raises SchemaMismatchError when the database is on a revision that this
-    library does not know, StoreUnavailableError when it is out of reach, ValueError for an unknown revision.
+    library does not know, StoreUnavailableError when it is out of reach, UnknownRevisionError.
     """
     from alembic import command
 
@@ -104,18 +108,20 @@ def check(url: Url) -> list[str]:
     Compares the revision, the wire schemas, and each column, constraint and index of the tables; other tables
     are not looked at. Creates nothing.
     """
-    return _read(_parsed(url), _problems, missing=[f"{_parsed(url).display} does not exist"])
+    return _read(_parsed(url), _problems, missing=["the file does not exist"])
 
 
 def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
     """Return the SQL that takes a database from one revision to another, without connecting to any.
 
-    `url_or_dialect` is a URL or one of "sqlite" and "postgresql"; `revisions` is "from:to".
+    `url_or_dialect` is a URL or one of "sqlite" and "postgresql"; `revisions` is "from:to", older first.
+    Raises UnknownRevisionError.
     """
     from alembic import command
 
-    for revision in revisions.split(":"):
-        _check_known(revision)
+    older, _, newer = revisions.partition(":")
+    _check_known(older)
+    _check_known(newer)
     dialect = (
         url_or_dialect if url_or_dialect in ("sqlite", "postgresql") else _parsed(url_or_dialect).dialect
     )
@@ -253,7 +259,7 @@ def _config(output_buffer: io.StringIO | None = None) -> Config:
 
 def _check_known(revision: str) -> None:
     if revision not in (*REVISIONS, "base", "head"):
-        raise ValueError(
+        raise UnknownRevisionError(
             f"revision {revision!r} is unknown; this library knows base, {', '.join(REVISIONS)} and head"
         )
 

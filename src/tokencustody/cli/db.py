@@ -1,0 +1,117 @@
+"""`tokencustody db …`: the revisions of a database's schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, TypeVar
+
+import typer
+
+from tokencustody.sql import migrate
+from tokencustody.sql.url import parse_url
+
+Result = TypeVar("Result")
+
+db = typer.Typer(help="Create, upgrade and check the tables of a database.", no_args_is_help=True)
+
+Url = Annotated[
+    str,
+    typer.Option(
+        "--url",
+        envvar="TOKENCUSTODY_URL",
+        help="sqlite:///captures.db, a path, or postgresql://user@host/database",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+class Dialect(StrEnum):
+    """The databases whose SQL can be written without a connection."""
+
+    SQLITE = "sqlite"
+    POSTGRESQL = "postgresql"
+
+
+@db.command()
+def upgrade(
+    url: Url, revision: Annotated[str, typer.Option(help="The revision to bring the database to.")] = "head"
+) -> None:
+    """Bring a database to the newest revision, in one transaction."""
+    before, after = _known(lambda: migrate.upgrade(url, revision, progress=typer.echo))
+    _say_change(url, before, after)
+
+
+@db.command()
+def downgrade(
+    url: Url,
+    revision: Annotated[str, typer.Option(help="The revision to go back to; base drops every table.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Take a database back to an older revision. Drops what that one has no place for."""
+    shown = parse_url(url).display
+    if not yes:
+        typer.confirm(
+            f"Downgrade {shown} to {revision} and lose what it has no place for?", abort=True, err=True
+        )
+    before, after = _known(lambda: migrate.downgrade(url, revision, progress=typer.echo))
+    _say_change(url, before, after)
+
+
+@db.command()
+def current(url: Url, as_json: Json = False) -> None:
+    """Print the revision that a database is on."""
+    revision = migrate.current(url)
+    shown = parse_url(url).display
+    if as_json:
+        typer.echo(json.dumps({"url": shown, "revision": revision, "head": migrate.HEAD}))
+    else:
+        typer.echo(f"{shown}: {revision or 'no tokencustody tables'} (this library: {migrate.HEAD})")
+
+
+@db.command()
+def check(url: Url, as_json: Json = False) -> None:
+    """Compare a database with this library, without changing it. Exit code 1 if anything differs."""
+    problems = migrate.check(url)
+    shown = parse_url(url).display
+    if as_json:
+        typer.echo(json.dumps({"url": shown, "head": migrate.HEAD, "ok": not problems, "problems": problems}))
+    elif problems:
+        typer.echo(
+            "\n".join([f"{shown} differs from this library:", *(f"  {problem}" for problem in problems)])
+        )
+    else:
+        typer.echo(f"{shown}: at {migrate.HEAD}, tables and wire schemas equal")
+    if problems:
+        raise typer.Exit(1)
+
+
+@db.command()
+def sql(
+    url: Annotated[
+        str | None, typer.Option("--url", envvar="TOKENCUSTODY_URL", help="A URL, for its dialect.")
+    ] = None,
+    dialect: Annotated[Dialect | None, typer.Option(help="The dialect, without a URL.")] = None,
+    revision: Annotated[str, typer.Option(help="From which revision to which.")] = "base:head",
+) -> None:
+    """Print the SQL that an upgrade would run, without connecting to anything."""
+    target = dialect.value if dialect is not None else url
+    if target is None:
+        raise typer.BadParameter("give --dialect or --url")
+    typer.echo(_known(lambda: migrate.sql(target, revision)), nl=False)
+
+
+def _known(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    except migrate.UnknownRevisionError as exc:
+        raise typer.BadParameter(str(exc), param_hint="--revision") from None
+
+
+def _say_change(url: str, before: str | None, after: str | None) -> None:
+    shown = parse_url(url).display
+    if before == after:
+        typer.echo(f"{shown}: already at {after or 'base'}")
+    else:
+        typer.echo(f"{shown}: {before or 'base'} → {after or 'base'}")
