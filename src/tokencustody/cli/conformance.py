@@ -1,0 +1,118 @@
+"""`tokencustody conformance`: the kit against the SQL stores of one database."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+import secrets
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tokencustody.conformance import (
+    Check,
+    CheckStatus,
+    ConformanceReport,
+    check_conformance,
+    registered_checks,
+)
+
+_STYLES = {CheckStatus.PASSED: "green", CheckStatus.FAILED: "bold red", CheckStatus.NOT_APPLICABLE: "dim"}
+
+
+def conformance(
+    url: Annotated[str, typer.Option(help="Database URL or SQLite path. A new SQLite file is created.")],
+    run: Annotated[
+        str | None,
+        typer.Option(help="Namespace to write to; a second one is NAME-other. Default: a fresh one."),
+    ] = None,
+    check: Annotated[
+        list[str] | None, typer.Option(help="Run this check only; may be given several times.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check that the stores of a database keep every promise; what the checks wrote is deleted afterwards.
+
+    Exit code 1 when a check failed or none was run.
+    """
+    checks = registered_checks()
+    names = [each.name for each in checks]
+    unknown = sorted(set(check or ()) - set(names))
+    if unknown:
+        raise typer.BadParameter(f"no check is named {', '.join(unknown)}; there are {', '.join(names)}")
+    console = Console()
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    progress.disable = not progress.console.is_terminal
+    with progress:
+        task = progress.add_task("conformance", total=len(check or checks))
+
+        def on_start(started: Check) -> None:
+            finished = 0 if progress.tasks[0].description == "conformance" else 1
+            progress.update(task, description=started.name, advance=finished)
+
+        report = asyncio.run(_run(url, run or f"conformance-{secrets.token_hex(4)}", check, on_start))
+    if json:
+        typer.echo(json_module.dumps(report.as_dict(), indent=2))
+    else:
+        _print(console, report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+async def _run(url: str, run: str, only: list[str] | None, on_start: Any) -> ConformanceReport:
+    from tokencustody.store import SqlLineageStore, SqlTokenSink, SqlTokenSource
+
+    other = f"{run}-other"
+    sources = [SqlTokenSource(url=url, run=namespace) for namespace in (run, other)]
+    try:
+        # Before the first check: an unreachable or outdated database is one error, not one per check.
+        await sources[0].delete(["conformance-reachable"])
+        report = await check_conformance(
+            partial(SqlTokenSink, url=url, run=run),
+            partial(SqlTokenSource, url=url, run=run),
+            partial(SqlLineageStore, url=url, run=run),
+            other_namespace=(
+                partial(SqlTokenSink, url=url, run=other),
+                partial(SqlTokenSource, url=url, run=other),
+            ),
+            only=only,
+            on_start=on_start,
+        )
+        for source in sources:
+            await source.delete(report.rollout_ids)
+    finally:
+        for source in sources:
+            await source.close()
+    return report
+
+
+def _print(console: Console, report: ConformanceReport) -> None:
+    table = Table("check", "result", "time", "detail")
+    table.columns[2].justify = "right"
+    for result in report.results:
+        style = _STYLES[result.status]
+        seconds = "" if result.status == CheckStatus.NOT_APPLICABLE else f"{result.seconds:.2f} s"
+        table.add_row(result.name, f"[{style}]{result.status}[/]", seconds, _literal(result.detail))
+    console.print(table)
+    for capability in report.capabilities:
+        mark = "[green]yes[/]" if capability.present else "[dim]no[/]"
+        console.print(f"  {capability.name}: {mark} ({_literal(capability.detected)})", soft_wrap=True)
+    verdict, *_ = report.summary().splitlines()
+    console.print(f"[{'green' if report.ok else 'bold red'}]{verdict}[/]")
+
+
+def _literal(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,27 @@
+"""The conformance kit: does a transport keep the promises of the token-capture protocols?
+
+It runs against any sink, source and lineage resolver, from a program (`run_conformance`, `check_conformance`)
+or for the SQL stores from the command line (`tokencustody conformance --url URL`).
+"""
+
+from tokencustody.conformance.registry import Check, registered_checks
+from tokencustody.conformance.report import (
+    Capability,
+    CheckResult,
+    CheckStatus,
+    ConformanceError,
+    ConformanceReport,
+)
+from tokencustody.conformance.runner import check_conformance, run_conformance
+
+__all__ = [
+    "Capability",
+    "Check",
+    "CheckResult",
+    "CheckStatus",
+    "ConformanceError",
+    "ConformanceReport",
+    "check_conformance",
+    "registered_checks",
+    "run_conformance",
+]

@@ -1,0 +1,132 @@
+"""What a check works with: the transport under test, and clients and rollout ids of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokencustody.conformance.report import Capability
+
+Factory = Callable[[], Any]
+
+RECORDS = "records"
+SINK_METHODS = ("begin_call", "refuse_call")
+SOURCE_METHODS = ("retire", "delete")
+PROCESSES = "processes"
+
+
+@dataclass
+class Transport:
+    """The factories of one transport and what is known about it. `suffix` sets this run's rollouts apart."""
+
+    sink_factory: Factory
+    source_factory: Factory
+    lineage_factory: Factory | None
+    other_namespace: tuple[Factory, Factory] | None
+    ledger_factory: Factory | None
+    staging_factory: Factory | None
+    rollout_id: str
+    suffix: str
+    capabilities: dict[str, Capability] = field(default_factory=dict)
+    rollout_ids: list[str] = field(default_factory=list)
+
+    def note(self, name: str, present: bool, detected: str) -> None:
+        """Record a capability. A later note of the same name wins."""
+        self.capabilities[name] = Capability(name, present, detected)
+
+    def offers(self, name: str) -> bool:
+        """Return whether a capability was detected."""
+        return name in self.capabilities and self.capabilities[name].present
+
+
+async def detect(transport: Transport) -> None:
+    """Note the capabilities that show in the clients' methods and in which factories were given."""
+    async with Case(transport, "detect") as case:
+        sink, source = case.sink(), case.source()
+        transport.note(RECORDS, True, "every sink and source")
+        for client, methods in ((sink, SINK_METHODS), (source, SOURCE_METHODS)):
+            for method in methods:
+                present = callable(getattr(client, method, None))
+                verb = "has" if present else "has no"
+                transport.note(method, present, f"{type(client).__name__} {verb} method {method}")
+    for name, given in (("lineage", transport.lineage_factory), ("namespaces", transport.other_namespace)):
+        argument = "lineage_factory" if name == "lineage" else "other_namespace"
+        transport.note(name, given is not None, f"{argument} {'given' if given is not None else 'not given'}")
+    transport.note(PROCESSES, False, "not tried: the strict fence was not checked")
+    for name, factory in (("ledger", transport.ledger_factory), ("staging", transport.staging_factory)):
+        text = (
+            "given; this version of the kit has no checks for it yet" if factory is not None else "not given"
+        )
+        transport.note(name, factory is not None, f"{name}_factory {text}")
+
+
+class Case:
+    """One run of one check. Every client made through it is closed when the check ends."""
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        self.transport = transport
+        self.name = name
+        self.random = random.Random(name)  # noqa: S311 - repeatable test data
+        self._clients: list[Any] = []
+        self._rollouts = 0
+
+    async def __aenter__(self) -> Case:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        errors = []
+        for client in reversed(self._clients):
+            try:
+                await client.close()
+            except Exception as exc:
+                errors.append(exc)
+        if errors and exc_info[1] is None:
+            raise errors[0]
+
+    def rollout(self, length: int = 0) -> str:
+        """Return a rollout id that nobody has used, padded to `length` characters if it is shorter."""
+        self._rollouts += 1
+        rollout_id = (
+            f"{self.transport.rollout_id}-{self.transport.suffix}-{self.name}-{self._rollouts}".ljust(
+                length, "x"
+            )
+        )
+        return self.claim(rollout_id)
+
+    def claim(self, rollout_id: str) -> str:
+        """Note that the check writes to `rollout_id`, and return it."""
+        self.transport.rollout_ids.append(rollout_id)
+        return rollout_id
+
+    def sink(self) -> Any:
+        """Return a fresh sink."""
+        return self._open(self.transport.sink_factory)
+
+    def source(self) -> Any:
+        """Return a fresh source."""
+        return self._open(self.transport.source_factory)
+
+    def lineage(self) -> Any:
+        """Return a fresh lineage resolver."""
+        return self._open(self.transport.lineage_factory)
+
+    def other_sink(self) -> Any:
+        """Return a fresh sink of the other namespace."""
+        return self._open(self.transport.other_namespace and self.transport.other_namespace[0])
+
+    def other_source(self) -> Any:
+        """Return a fresh source of the other namespace."""
+        return self._open(self.transport.other_namespace and self.transport.other_namespace[1])
+
+    def offers(self, capability: str) -> bool:
+        """Return whether the transport has a capability."""
+        return self.transport.offers(capability)
+
+    def _open(self, factory: Factory | None) -> Any:
+        if factory is None:
+            raise LookupError(f"check {self.name} asks for a client that it does not list among its needs")
+        client = factory()
+        self._clients.append(client)
+        return client
