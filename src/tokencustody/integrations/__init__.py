@@ -1,0 +1,1 @@
+"""The stores in the types of other libraries, one module for each library."""

@@ -1,0 +1,157 @@
+"""The stores in NeMo Gym's own types and errors, to be named in its configuration:
+
+    token_id_capture:
+      enabled: true
+      sink: tokencustody.integrations.nemo_gym:SqlTokenSink
+      sink_kwargs: {url: "postgresql://trainer@db/captures", run: run-42}
+      lineage_store: tokencustody.integrations.nemo_gym:SqlLineageStore
+      lineage_store_kwargs: {url: "postgresql://trainer@db/captures", run: run-42}
+
+A trainer reads with `SqlTokenSource` of the same `url` and `run`. What the stores promise, and their other
+options, are those of `tokencustody.store`; token lists are handed over, not copied.
+"""
+
+# nemo-gym ships no type information.
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from tokencustody import errors, records, store
+
+try:
+    from nemo_gym.token_id_capture import (
+        LineageMatch,
+        LineageResolution,
+        ParentResolutionStatus,
+        TokenCaptureSnapshot,
+        TokenEntry,
+        protocols,
+    )
+except ModuleNotFoundError as exc:
+    if exc.name is None or exc.name.partition(".")[0] != "nemo_gym":
+        raise
+    raise ImportError(
+        "tokencustody.integrations.nemo_gym needs nemo-gym, with its package nemo_gym.token_id_capture: "
+        "pip install nemo-gym (its Python is 3.12 or newer; on 3.11 its capture package works after "
+        "pip install --no-deps --ignore-requires-python nemo-gym)",
+        name=exc.name,
+    ) from exc
+
+__all__ = [
+    "RolloutRetiredError",
+    "SqlLineageStore",
+    "SqlTokenSink",
+    "SqlTokenSource",
+    "TokenCaptureFrozenError",
+    "TokenCaptureRetiredError",
+]
+
+
+def _joined(own: type[Exception], peer: ModuleType) -> type[Exception]:
+    """Return a class that is both `own` and the peer's error of that name; `own` where the peer has none."""
+    theirs = getattr(peer, own.__name__, None)
+    if theirs is None:
+        return own
+    return type(own.__name__, (own, theirs), {"__module__": __name__, "__doc__": own.__doc__})
+
+
+# Module attributes under their own names, so that an instance can be pickled.
+TokenCaptureFrozenError = _joined(errors.TokenCaptureFrozenError, protocols)
+TokenCaptureRetiredError = _joined(errors.TokenCaptureRetiredError, protocols)
+RolloutRetiredError = _joined(errors.RolloutRetiredError, protocols)
+
+
+@contextmanager
+def _gym_errors() -> Iterator[None]:
+    """Raise a late write's error as an instance of Gym's class too."""
+    try:
+        yield
+    except errors.TokenCaptureFrozenError as exc:
+        retired = isinstance(exc, errors.TokenCaptureRetiredError)
+        joined = TokenCaptureRetiredError if retired else TokenCaptureFrozenError
+        if isinstance(exc, joined):
+            raise
+        raise joined(*exc.args) from exc
+
+
+class SqlTokenSink(store.SqlTokenSink):
+    """A Gym `TokenSink` with the optional `begin_call`, and with `refuse_call`."""
+
+    async def put(self, entry: TokenEntry) -> None:
+        """Store one call. Errors as for `tokencustody.store.SqlTokenSink.put`."""
+        if not isinstance(entry, TokenEntry):
+            raise errors.InvalidRecordError(
+                f"entry must be nemo_gym's TokenEntry, not {type(entry).__name__}"
+            )
+        # Nothing is checked here: the store validates what it is given.
+        own = _rebuilt(records.TokenEntry, dict(entry))
+        with _gym_errors():
+            await super().put(own)
+
+    async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
+        with _gym_errors():
+            await super().begin_call(rollout_id, model_call_id)
+
+    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
+        with _gym_errors():
+            await super().refuse_call(rollout_id, model_call_id=model_call_id, code=code)
+
+    async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
+        with _gym_errors():
+            await super().mark_incomplete(rollout_id, model_call_id)
+
+
+class SqlTokenSource(store.SqlTokenSource):
+    """A Gym `TokenSource` with a strict fence, and with `retire` and `delete`."""
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        """Raise the fence and return Gym's snapshot, which has no place for refusals.
+
+        Errors as for `tokencustody.store.SqlTokenSource.freeze`.
+        """
+        with _gym_errors():
+            snapshot = await super().freeze(rollout_id)
+        return TokenCaptureSnapshot(
+            rollout_id=snapshot.rollout_id,
+            entries=tuple(_gym_entry(entry) for entry in snapshot.entries),
+            incomplete=snapshot.incomplete,
+            snapshot_id=snapshot.snapshot_id,
+            version=snapshot.version,
+        )
+
+
+class SqlLineageStore(store.SqlLineageStore):
+    """A Gym `LineageResolver` over the calls that any process has committed."""
+
+    async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
+        """Return Gym's decision. Errors as for `tokencustody.store.SqlLineageStore.resolve`."""
+        decision = await super().resolve(rollout_id, request_items)
+        match = decision.match
+        return LineageResolution(
+            status=ParentResolutionStatus(decision.status),
+            match=None if match is None else LineageMatch(**vars(match)),
+            reason=decision.reason,
+        )
+
+
+def _gym_entry(entry: records.TokenEntry) -> TokenEntry:
+    resolution = entry.parent_resolution
+    fields = {
+        **dict(entry),
+        "parent_resolution": None if resolution is None else ParentResolutionStatus(resolution),
+    }
+    return _rebuilt(TokenEntry, fields)
+
+
+def _rebuilt(model: Any, fields: Mapping[str, Any]) -> Any:
+    """Return an unchecked entry of class `model` that shares the values of `fields`, the unknown ones too."""
+    declared = model.model_fields
+    entry = model.model_construct(**{name: value for name, value in fields.items() if name in declared})
+    # Not as arguments: an unknown field may be called `cls`.
+    entry.model_extra.update({name: value for name, value in fields.items() if name not in declared})
+    return entry
