@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from tests.support import databases
 from tests.support.postgres import NoPostgresError, Server, postgres_server
+from tokencustody.sql import engine
 
 settings.register_profile("tokencustody", deadline=None, derandomize=True, max_examples=100, print_blob=True)
 settings.load_profile("tokencustody")
@@ -22,17 +23,24 @@ _SERVER = pytest.StashKey[Server]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Bring up PostgreSQL once, before the first test, if any selected test uses it."""
-    if session.config.option.collectonly:
-        return
-    if any("postgres" in getattr(item, "fixturenames", ()) for item in session.items):
+    """Bring up PostgreSQL before the first test, if one asks for it, so that the header can name it."""
+    wanted = {"postgres", "store_url"}
+    if not session.config.option.collectonly and any(
+        wanted.intersection(getattr(item, "fixturenames", ())) for item in session.items
+    ):
+        _running_server(session.config)
+
+
+def _running_server(config: pytest.Config) -> Server:
+    if _SERVER not in config.stash:
         stack = ExitStack()
         # Runs when pytest ends, for whatever reason, after the last fixture.
-        session.config.add_cleanup(stack.close)
+        config.add_cleanup(stack.close)
         try:
-            session.config.stash[_SERVER] = stack.enter_context(postgres_server())
+            config.stash[_SERVER] = stack.enter_context(postgres_server())
         except NoPostgresError as exc:
             pytest.exit(str(exc), returncode=pytest.ExitCode.USAGE_ERROR)
+    return config.stash[_SERVER]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str:
@@ -51,7 +59,7 @@ def _database_line(config: pytest.Config) -> str:
 @pytest.fixture(scope="session")
 def postgres(pytestconfig: pytest.Config) -> Server:
     """The server itself; most tests want a database of their own."""
-    return pytestconfig.stash[_SERVER]
+    return _running_server(pytestconfig)
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +92,15 @@ def postgres_url(postgres: Server, _migrated_template: str) -> Iterator[str]:
 def sqlite_url(tmp_path: Path) -> str:
     """A SQLite file that does not exist yet; the first store to open it creates it."""
     return f"sqlite:///{tmp_path / 'captures.db'}"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_open() -> Iterator[None]:
+    """Fail a test that leaves a store open or a connection checked out."""
+    yield
+    left = engine.open_engines()
+    assert not [e for e in left if e.writer.pool.checkedout() or e.reader.pool.checkedout()]  # type: ignore[attr-defined]
+    assert not left
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

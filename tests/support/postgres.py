@@ -138,16 +138,18 @@ def _container() -> Iterator[_Place]:
     from testcontainers.community.postgres import PostgresContainer
 
     password = secrets.token_hex(8)
-    with warnings.catch_warnings():
-        # The Docker client leaves its socket open where no engine answers.
-        warnings.simplefilter("ignore", ResourceWarning)
-        try:
-            container = PostgresContainer(CONTAINER_IMAGE, username=USER, password=password, driver=None)
-            container.start()
-        except (DockerException, RequestException) as exc:
-            raise _RouteError(f"no Docker engine gave {CONTAINER_IMAGE}: {_first_line(exc)}") from None
-        finally:
+    container, refusal = None, ""
+    try:
+        container = PostgresContainer(CONTAINER_IMAGE, username=USER, password=password, driver=None)
+        container.start()
+    except (DockerException, RequestException) as exc:
+        refusal = f"no Docker engine gave {CONTAINER_IMAGE}: {_first_line(exc)}"
+    if refusal or container is None:
+        with warnings.catch_warnings():
+            # Where no engine answers, the Docker client leaves its socket to the garbage collector.
+            warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
+        raise _RouteError(refusal)
     try:
         yield _Place(container.get_connection_url(), f"container {CONTAINER_IMAGE}")
     finally:

@@ -1,0 +1,32 @@
+import subprocess
+import sys
+
+import pytest
+
+PURE_MODULES = [
+    "tokencustody",
+    "tokencustody.errors",
+    "tokencustody.records",
+    "tokencustody.fingerprint",
+    "tokencustody.lineage",
+    "tokencustody.protocols",
+]
+HEAVY = [
+    "sqlalchemy",
+    "alembic",
+    "asyncpg",
+    "aiosqlite",
+    "fastapi",
+    "aiohttp",
+    "torch",
+    "ray",
+    "numpy",
+    "typer",
+]
+
+
+@pytest.mark.parametrize("module", PURE_MODULES)
+def test_a_pure_module_loads_no_database_driver_and_no_server(module: str) -> None:
+    program = f"import {module}, sys; print(*sorted({set(HEAVY)} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
