@@ -1,0 +1,139 @@
+"""`tokencustody demo`: the main job on a real model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from tokencustody.demo.model import MODEL_NAME, ChatModel, DemoPackagesMissingError, ModelServerError
+from tokencustody.demo.report import Report, calls_table, make_report, totals_table
+from tokencustody.demo.rollouts import RolloutPlayer
+from tokencustody.demo.tasks import MAX_TURNS, plan_rollouts
+from tokencustody.errors import TokenCaptureFrozenError
+from tokencustody.sql.url import parse_url
+from tokencustody.store import open_store
+
+MAX_NEW_TOKENS = 40
+DEFAULT_URL = "sqlite:///tokencustody-demo.db"
+
+_QUESTIONS = """
+  -- Which calls were announced and never stored?
+  SELECT i.rollout_id, i.model_call_id, i.begun_at FROM intents i
+  LEFT JOIN entries e USING (run, rollout_id, model_call_id)
+  WHERE run = '{run}' AND e.payload_sha256 IS NULL AND i.refusal_code IS NULL;
+
+  -- How were parents decided?
+  SELECT parent_resolution, parent_resolution_reason, count(*) AS calls, sum(generation_len) AS generated
+  FROM entries WHERE run = '{run}' GROUP BY 1, 2 ORDER BY 3 DESC;
+
+  -- What made each version of a rollout?
+  SELECT version, event, model_call_id, recorded_at FROM snapshot_versions
+  WHERE run = '{run}' AND rollout_id = '{rollout_id}' ORDER BY version;
+"""
+
+
+def demo(
+    url: Annotated[
+        str,
+        typer.Option(envvar="TOKENCUSTODY_URL", help="Where to capture: a SQLite file or a PostgreSQL URL."),
+    ] = DEFAULT_URL,
+    run: Annotated[str, typer.Option(help="The run's namespace; by default one named after the time.")] = "",
+    rollouts: Annotated[int, typer.Option(min=1, max=999, help="How many rollouts to play.")] = 24,
+    turns: Annotated[int, typer.Option(min=1, max=MAX_TURNS, help="The most turns a rollout may have.")] = 5,
+    workers: Annotated[
+        int, typer.Option(min=1, max=16, help="How many rollouts to play at the same time.")
+    ] = 4,
+    seed: Annotated[int, typer.Option(help="Seeds the conversations and the sampling.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON only.")] = False,
+) -> None:
+    """Play multi-turn rollouts against a real chat model on this machine and capture every token.
+
+    Announces each call before it is made and puts it after, retries some with identical bytes, loses one on
+    purpose, then freezes every rollout and reports what the store holds. The database stays.
+    """
+    run = run or time.strftime("demo-%Y%m%d-%H%M%S")
+    try:
+        report = asyncio.run(_demo(url, run, rollouts, turns, workers, seed))
+    except (DemoPackagesMissingError, ModelServerError) as exc:
+        typer.echo(f"error: {exc}", err=True)
+        raise typer.Exit(1) from None
+    except TokenCaptureFrozenError:
+        typer.echo(
+            f"error: run {run} already has these rollouts, and they are frozen; name another --run", err=True
+        )
+        raise typer.Exit(1) from None
+    if json_output:
+        typer.echo(
+            json.dumps({"run": run, "url": parse_url(url).display, "model": MODEL_NAME, **report.as_json()})
+        )
+        return
+    console = Console()
+    console.print(totals_table(report), calls_table(report))
+    console.print(_next_steps(url, run, report), markup=False, highlight=False, soft_wrap=True)
+
+
+async def _demo(url: str, run: str, rollouts: int, turns: int, workers: int, seed: int) -> Report:
+    plans = plan_rollouts(rollouts, turns, seed)
+    calls = sum(len(plan.user_turns) + plan.too_long for plan in plans)
+    with _progress() as progress:
+        loading = progress.add_task(f"Loading {MODEL_NAME}", total=None)
+        async with ChatModel(slots=workers) as model, open_store(url, run=run) as store:
+            progress.update(loading, total=1, completed=1)
+            playing = progress.add_task("Playing and capturing", total=calls)
+            player = RolloutPlayer(
+                model, store, MAX_NEW_TOKENS, seed, on_call=lambda: progress.advance(playing)
+            )
+            started = time.perf_counter()
+            played = await player.play_all(plans, workers)
+            seconds = time.perf_counter() - started
+            freezing = progress.add_task("Freezing and reading back", total=len(plans))
+            snapshots = []
+            for plan in plans:
+                snapshots.append(await store.source.freeze(plan.rollout_id))
+                progress.advance(freezing)
+    return make_report(snapshots, played, seconds)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = (
+        SpinnerColumn(finished_text="✓"),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield progress
+
+
+def _next_steps(url: str, run: str, report: Report) -> str:
+    parsed = parse_url(url)
+    where = f"--url {shlex.quote(parsed.display)} --run {shlex.quote(run)}"
+    questions = _QUESTIONS.format(
+        run=run.replace("'", "''"), rollout_id=next(iter(report.masked), report.shown_rollout)
+    )
+    return f"""
+The run {run} stays in {parsed.display}
+
+  tokencustody rollouts {where}
+  tokencustody show {report.shown_rollout} {where}
+
+Three questions to ask it, for example with {"sqlite3" if parsed.is_sqlite else "psql"}:
+{questions}"""
