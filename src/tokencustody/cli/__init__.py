@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import typer
 from rich.console import Console
 
+from tokencustody.audit import RolloutNotFoundError
 from tokencustody.cli.conformance import conformance
 from tokencustody.cli.db import db
 from tokencustody.cli.demo import demo
+from tokencustody.cli.printing import printable
 from tokencustody.cli.rollouts import rollouts, show
-from tokencustody.errors import CorruptEntryError, InvalidRecordError, SchemaMismatchError, StoreUnavailableError
+from tokencustody.errors import (
+    CorruptEntryError,
+    InvalidRecordError,
+    SchemaMismatchError,
+    StoreUnavailableError,
+)
 
 app = typer.Typer(
     name="tokencustody",
@@ -26,14 +34,23 @@ app.command()(conformance)
 app.command()(demo)
 
 # What a person can do something about; anything else is a fault of ours and keeps its traceback.
-_EXPECTED = (CorruptEntryError, InvalidRecordError, SchemaMismatchError, StoreUnavailableError)
+_EXPECTED = (
+    CorruptEntryError,
+    InvalidRecordError,
+    RolloutNotFoundError,
+    SchemaMismatchError,
+    StoreUnavailableError,
+)
 
 
 def main() -> None:
     """Run the command line; an expected error is one line on stderr and exit code 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A call id may hold any character; a terminal that has no glyph for one is no reason to fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except _EXPECTED as exc:
-        Console(stderr=True, soft_wrap=True).print("error:", style="bold red", end=" ")
-        print(exc, file=sys.stderr)  # noqa: T201 - verbatim: Rich would read brackets as markup
+        Console(stderr=True).print("error:", style="bold red", end=" ")
+        print(printable(str(exc)), file=sys.stderr)  # noqa: T201 - Rich would read brackets as markup
         raise SystemExit(1) from None

@@ -1,0 +1,66 @@
+"""How the commands print what they read: text of the database is shown, never obeyed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+# Wider than any line: nothing is folded or cut.
+_UNFOLDED = 1_000_000
+
+
+def console(*, folds: bool) -> Console:
+    """Return a console for standard output. In a pipe, or with `folds` false, each line is as long as it needs to be."""
+    found = Console(highlight=False, markup=False, emoji=False)
+    if not (folds and found.is_terminal):
+        found.width = _UNFOLDED
+    return found
+
+
+def printable(text: str) -> str:
+    """Return `text` with its backslashes and whatever a terminal would not show as itself written as escapes."""
+    return "".join(
+        char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def literal(text: str, style: str = "") -> Text:
+    """Return text of the database for Rich, safe to show."""
+    return Text(printable(text), style=style)
+
+
+def moment(at: datetime | None, timespec: str = "seconds") -> str:
+    """Return a time in UTC, or nothing for None."""
+    return "" if at is None else at.astimezone(UTC).isoformat(" ", timespec).replace("+00:00", "Z")
+
+
+def plural(count: int, noun: str) -> str:
+    """Return the count with its noun, which takes an s."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def as_json(found: Any) -> dict[str, Any]:
+    """Return a dataclass as plain data, times as ISO 8601."""
+    return {name: _plain(value) for name, value in asdict(found).items()}
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document, in ASCII, so that it too cannot steer a terminal."""
+    typer.echo(json.dumps(document, indent=2))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
