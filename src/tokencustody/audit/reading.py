@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, Subquery, Table, and_, case, func, select
+from sqlalchemy import RowMapping, Select, Subquery, Table, and_, case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tokencustody.audit.summaries import (
@@ -42,7 +41,7 @@ _HISTORY = [
 
 
 class RolloutNotFoundError(LookupError):
-    """No rollout, or more than one, goes by the id that was asked for. The message says which and what to do."""
+    """No rollout, or more than one, has the id that was asked for. The message says where and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,8 @@ class RolloutFilter:
 class RolloutReader(SqlStore):
     """A client that reads every run of one database, on one connection, and changes nothing.
 
-    A SQLite file that does not exist is a StoreUnavailableError and is not created. Each method sees one consistent
-    state of the database and raises StoreUnavailableError when `deadline`, in seconds, passes first.
+    A SQLite file that does not exist is a StoreUnavailableError and is not created. Each method sees one
+    consistent state of the database and raises StoreUnavailableError when `deadline`, in seconds, passes first.
     """
 
     _creates = False
@@ -81,7 +80,7 @@ class RolloutReader(SqlStore):
         return f"RolloutReader({self._database.url.display!r})"
 
     async def rollouts(self, wanted: RolloutFilter | None = None, *, limit: int | None = None) -> RolloutPage:
-        """Return the `limit` newest rollouts that `wanted` asks for, newest first, and the totals of all of them.
+        """Return the `limit` newest rollouts that `wanted` asks for, newest first, and the totals of all.
 
         The number of statements does not depend on the number of rollouts.
         """
@@ -97,8 +96,8 @@ class RolloutReader(SqlStore):
     async def rollout(self, rollout_id: str, run: str | None = None) -> RolloutDetail:
         """Return what is known of one rollout.
 
-        Raises RolloutNotFoundError when it is unknown, or when it is in several runs and `run` does not say which;
-        InvalidRecordError for a rollout id or run that no rollout can have.
+        Raises RolloutNotFoundError when it is unknown, or when it is in several runs and `run` does not say
+        which; InvalidRecordError for a rollout id or run that no rollout can have.
         """
         check_rollout_id(rollout_id)
         named = _matching(RolloutFilter(run=run)).where(fences.c.rollout_id == rollout_id)
@@ -228,7 +227,7 @@ async def _uncaptured_txn(
 async def _endings_txn(
     connection: AsyncConnection, page: Subquery
 ) -> dict[tuple[str, str], tuple[VersionEvent, list[Reason]]]:
-    """Return what the history of each retired rollout says: how it went, and why it was incomplete by then."""
+    """Return what the history of each retired rollout says: how it went, and why it was incomplete."""
     what = (snapshot_versions.c.event, snapshot_versions.c.model_call_id)
     telling = (VersionEvent.MARK, VersionEvent.CONFLICT, VersionEvent.DROP, VersionEvent.RETIRE)
     rows = await connection.execute(
@@ -307,12 +306,8 @@ async def _versions_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[V
     return tuple(_version(row._mapping) for row in rows)
 
 
-def _version(row: Mapping[str, Any]) -> Version:
-    kind = row["failure_kind"]
-    return Version(
-        **{
-            **row,
-            "event": VersionEvent(row["event"]),
-            "failure_kind": None if kind is None else ReasonKind(kind),
-        }
-    )
+def _version(row: RowMapping) -> Version:
+    columns: dict[str, Any] = {str(name): value for name, value in row.items()}
+    columns["event"] = VersionEvent(columns["event"])
+    columns["failure_kind"] = columns["failure_kind"] and ReasonKind(columns["failure_kind"])
+    return Version(**columns)

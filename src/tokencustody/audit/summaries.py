@@ -1,4 +1,4 @@
-"""What is told about rollouts and calls. Times are in UTC, lengths in tokens; no token, log probability or message."""
+"""What is told about rollouts and calls: never a token, log probability or message. Lengths are in tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ReasonKind(StrEnum):
 class Reason:
     """One cause why a rollout is incomplete, and how many `times` it was recorded.
 
-    `model_call_id` is empty where none is known: for a mark that named no call, and for the dangling intents of a
-    retired rollout, which went with its records. `differing_fields` is the comma-separated list of a conflict.
+    `model_call_id` is empty where none is known: for a mark that named no call, and for the dangling intents of
+    a retired rollout, which went with its records. `differing_fields` is separated by commas, as stored.
     """
 
     kind: ReasonKind
@@ -37,7 +37,8 @@ class RolloutSummary:
     """One rollout. `incomplete` is the verdict that a snapshot carries, `reasons` why.
 
     `not_yet_captured` are the announced calls of an open rollout with neither entry nor refusal: they make it
-    incomplete if it is frozen now. A retired rollout has no calls left; `retired_by` is how it went, drop or retire.
+    incomplete if it is frozen now. A retired rollout has no calls left; `retired_by` says whether it was
+    dropped as a consumed snapshot or retired in whatever state it was.
     """
 
     run: str
@@ -81,7 +82,7 @@ class RolloutPage:
 
 @dataclass(frozen=True, slots=True)
 class CallSummary:
-    """One stored call. `prompt_len` counts what the call holds itself: with `prompt_is_delta`, the part after its parent."""
+    """One stored call. With `prompt_is_delta`, `prompt_len` counts only the part after the parent's sequence."""
 
     model_call_id: str
     parent_call_id: str | None
@@ -127,7 +128,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class RolloutDetail:
-    """Everything about one rollout but its payloads: calls in commit order, intents by time, versions from the first."""
+    """One rollout without its payloads: calls in commit order, intents by time, versions from the first."""
 
     summary: RolloutSummary
     calls: tuple[CallSummary, ...]

@@ -16,7 +16,7 @@ _UNFOLDED = 1_000_000
 
 
 def console(*, folds: bool) -> Console:
-    """Return a console for standard output. In a pipe, or with `folds` false, each line is as long as it needs to be."""
+    """Return a console for standard output that folds lines only where `folds`, and never in a pipe."""
     found = Console(highlight=False, markup=False, emoji=False)
     if not (folds and found.is_terminal):
         found.width = _UNFOLDED
@@ -24,11 +24,8 @@ def console(*, folds: bool) -> Console:
 
 
 def printable(text: str) -> str:
-    """Return `text` with its backslashes and whatever a terminal would not show as itself written as escapes."""
-    return "".join(
-        char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode()
-        for char in text
-    )
+    """Return `text` with whatever a terminal would not show as itself, line breaks included, as escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def literal(text: str, style: str = "") -> Text:

@@ -57,7 +57,7 @@ def rollouts(
         bool, typer.Option("--json", help="Print one JSON list with an object for each rollout.")
     ] = False,
 ) -> None:
-    """List rollouts, newest first: state, calls, tokens, version, and why one is incomplete. Changes nothing."""
+    """List rollouts, newest first: state, calls, tokens, version, why incomplete. Changes nothing."""
     wanted = RolloutFilter(run=run, state=state, incomplete=incomplete, prefix=prefix)
     if limit is None and not json:
         limit = _ROWS_FOR_A_PERSON
@@ -81,7 +81,7 @@ def show(
         bool, typer.Option("--json", help="Print one JSON object: summary, calls, intents, versions.")
     ] = False,
 ) -> None:
-    """Show one rollout: its calls as a tree by parent, and what made each of its versions. Changes nothing."""
+    """Show one rollout: its calls as a tree by parent, and what made each version. Changes nothing."""
     detail = asyncio.run(_read_rollout(url, rollout, run))
     if json:
         print_json(as_json(detail))
@@ -219,7 +219,7 @@ def _header(detail: RolloutDetail) -> Group:
 
 
 def _calls_tree(detail: RolloutDetail) -> Tree:
-    """Return one branch for each conversation; a call that alone continues the one above it stands below it, not deeper."""
+    """Return a tree that branches where a conversation does; an only child stands below its parent, not deeper."""
     forest = call_forest(detail.calls)
     marks = _marks(detail)
     tree = Tree(Text(_calls_title(detail), "dim"))
