@@ -26,6 +26,9 @@ from tokencustody.sql.url import DatabaseUrl
 Result = TypeVar("Result")
 Work = Callable[[AsyncConnection], Awaitable[Result]]
 
+# Tests put faults here, by the name of the point: an awaitable function that raises, waits or kills the process.
+FAULT_POINTS: dict[str, Callable[[], Awaitable[None]]] = {}
+
 _FIRST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.25
 
@@ -97,7 +100,10 @@ class Database:
                 async with asyncio.timeout_at(give_up):
                     await self._check_schema(engines)
                     async with self._transaction(engines, writes, isolation) as connection:
-                        return await work(connection)
+                        result = await work(connection)
+                        await _reach("before commit")
+                    await _reach("after commit, before acknowledgement")
+                    return result
             except Exception as exc:
                 fault = classify(exc)
                 if fault is None:
@@ -131,6 +137,11 @@ class Database:
             async with self._transaction(engines, False, None) as connection:
                 await migrate.ensure_current(connection, self.url.display)
             engines.checked = True
+
+
+async def _reach(point: str) -> None:
+    if (fault := FAULT_POINTS.get(point)) is not None:
+        await fault()
 
 
 def _here() -> tuple[int, asyncio.AbstractEventLoop]:
