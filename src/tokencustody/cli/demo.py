@@ -42,9 +42,9 @@ _QUESTIONS = """
   SELECT parent_resolution, parent_resolution_reason, count(*) AS calls, sum(generation_len) AS generated
   FROM entries WHERE run = '{run}' GROUP BY 1, 2 ORDER BY 3 DESC;
 
-  -- What made each version of a rollout?
-  SELECT version, event, model_call_id, recorded_at FROM snapshot_versions
-  WHERE run = '{run}' AND rollout_id = '{rollout_id}' ORDER BY version;
+  -- What else than its freeze changed a rollout?
+  SELECT rollout_id, version, event, model_call_id, recorded_at FROM snapshot_versions
+  WHERE run = '{run}' AND event NOT IN ('open', 'freeze') ORDER BY recorded_at;
 """
 
 
@@ -93,7 +93,7 @@ async def _demo(url: str, run: str, rollouts: int, turns: int, workers: int, see
     calls = sum(len(plan.user_turns) + plan.too_long for plan in plans)
     with _progress() as progress:
         loading = progress.add_task(f"Loading {MODEL_NAME}", total=None)
-        async with ChatModel(slots=workers) as model, open_store(url, run=run) as store:
+        async with open_store(url, run=run) as store, ChatModel(slots=workers) as model:
             progress.update(loading, total=1, completed=1)
             playing = progress.add_task("Playing and capturing", total=calls)
             player = RolloutPlayer(
@@ -125,10 +125,7 @@ def _progress() -> Iterator[Progress]:
 
 def _next_steps(url: str, run: str, report: Report) -> str:
     parsed = parse_url(url)
-    where = f"--url {shlex.quote(parsed.display)} --run {shlex.quote(run)}"
-    questions = _QUESTIONS.format(
-        run=run.replace("'", "''"), rollout_id=next(iter(report.masked), report.shown_rollout)
-    )
+    where = f"--url {shlex.quote(parsed.display)} --run {run}"
     return f"""
 The run {run} stays in {parsed.display}
 
@@ -136,4 +133,4 @@ The run {run} stays in {parsed.display}
   tokencustody show {report.shown_rollout} {where}
 
 Three questions to ask it, for example with {"sqlite3" if parsed.is_sqlite else "psql"}:
-{questions}"""
+{_QUESTIONS.format(run=run)}"""

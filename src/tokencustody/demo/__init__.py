@@ -1,1 +1,1 @@
-"""The main job on real input: multi-turn rollouts against a chat model on this machine, every call captured."""
+"""The main job on real input: multi-turn rollouts with a chat model on this machine, each call captured."""

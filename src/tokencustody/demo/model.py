@@ -83,10 +83,11 @@ def find_model() -> Path:
 class ChatModel:
     """The model as an asynchronous context: entering loads and serves it, leaving stops the server.
 
-    `slots` calls run at the same time, each on at most `context` tokens of prompt and answer together. Methods
-    may be called from many tasks at once. `threads` is by default one less than the machine's cores, and at most
-    four: the engine's threads spin while they wait for one another, so it slows down many times over when they
-    share a core with the client or the database. Raises `ModelServerError` when the server does not start.
+    `slots` calls run at the same time, each on at most `context` tokens of prompt and answer together.
+    Methods may be called from many tasks at once. `threads` is by default one less than the machine's cores,
+    at most four: the engine's threads spin while they wait for one another, so it slows down many times over
+    when they share a core with the client or the database. Raises `ModelServerError` when the server does not
+    start.
     """
 
     def __init__(self, *, slots: int = 4, context: int = 2048, threads: int | None = None) -> None:
@@ -202,7 +203,7 @@ class ChatModel:
         )
 
     async def _partial_character_ids(self) -> list[int]:
-        # llama.cpp reports no probability for a token that ends inside a character, so none of these is sampled.
+        # llama.cpp reports no probability for a token that ends inside a character: none of these is sampled.
         # One call that asks for the whole distribution lists the vocabulary with its bytes.
         answer = await self._post("/completion", {"prompt": [0], "n_predict": 1, "n_probs": 1_000_000})
         vocabulary = answer["completion_probabilities"][0]["top_logprobs"]

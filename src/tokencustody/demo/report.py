@@ -31,9 +31,9 @@ class CallRow:
 class Report:
     """Counts over all frozen rollouts, read back from the store where it can know.
 
-    The players know the announced calls, the retries, the time, and `altered_by_text`: the continuations whose
-    prompt would have had other ids if its history had been tokenised from text again. `masked` maps each
-    incomplete rollout to its calls that were announced and have neither entry nor refusal.
+    The players know the announced calls, the retries, the time, and `altered_by_text`: the continuations
+    whose prompt would have had other ids if its history had been tokenised from text again. `masked` maps
+    each incomplete rollout to its calls that were announced and have neither entry nor refusal.
     """
 
     rollouts: int

@@ -35,7 +35,7 @@ class PlayedRollout:
 
 @dataclass
 class RolloutPlayer:
-    """Plays rollouts against `model` and captures them in `store`. `on_call` hears of each call that ended."""
+    """Plays rollouts against `model` and captures them in `store`. `on_call` hears of each call that ends."""
 
     model: ChatModel
     store: CaptureStore
@@ -65,7 +65,7 @@ class RolloutPlayer:
         messages: list[dict[str, Any]] = []
         if plan.too_long:
             await self._call(
-                plan, played, [_user("Proofread my notes: " + "one more line. " * self.model.context)]
+                plan, played, [_user("Proofread my notes: " + "one more line. " * (self.model.context // 3))]
             )
         for turn, text in enumerate(plan.user_turns):
             messages.append(_user(text))

@@ -1,8 +1,8 @@
 """The child process that holds the model: llama.cpp's HTTP server on a free loopback port.
 
 It is a process of its own because loading the model holds the interpreter lock, and because a crash of the
-engine must not take the caller down. It prints its address on one line and ends when its standard input does, so
-it never outlives the process that started it.
+engine must not take the caller down. It prints its address on one line and ends when its standard input does,
+so it never outlives the process that started it.
 """
 
 from __future__ import annotations
