@@ -68,7 +68,7 @@ class RolloutReader(SqlStore):
     """A client that reads every run of one database, on one connection, and changes nothing.
 
     A SQLite file that does not exist is a StoreUnavailableError and is not created. Each method sees one
-    consistent state of the database and raises StoreUnavailableError when `deadline`, in seconds, passes first.
+    consistent state of the database and raises StoreUnavailableError when `deadline`, in seconds, has passed.
     """
 
     _creates = False

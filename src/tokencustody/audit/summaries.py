@@ -22,8 +22,8 @@ class ReasonKind(StrEnum):
 class Reason:
     """One cause why a rollout is incomplete, and how many `times` it was recorded.
 
-    `model_call_id` is empty where none is known: for a mark that named no call, and for the dangling intents of
-    a retired rollout, which went with its records. `differing_fields` is separated by commas, as stored.
+    `model_call_id` is empty where none is known: for a mark that named no call, and for the dangling intents
+    of a retired rollout, which went with its records. `differing_fields` is separated by commas, as stored.
     """
 
     kind: ReasonKind
@@ -82,7 +82,7 @@ class RolloutPage:
 
 @dataclass(frozen=True, slots=True)
 class CallSummary:
-    """One stored call. With `prompt_is_delta`, `prompt_len` counts only the part after the parent's sequence."""
+    """One stored call. With `prompt_is_delta`, `prompt_len` counts only what follows the parent."""
 
     model_call_id: str
     parent_call_id: str | None

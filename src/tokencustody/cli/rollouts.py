@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -31,14 +31,15 @@ from tokencustody.audit import (
 )
 from tokencustody.cli.db import Url
 from tokencustody.cli.printing import as_json, console, literal, moment, plural, print_json, printable
-from tokencustody.sql.tables import FenceState, VersionEvent
+from tokencustody.sql.tables import FenceState
 
 DEADLINE = 10.0
 _ROWS_FOR_A_PERSON = 50
 _NAMED_CALLS = 5
 
 _STYLES = {FenceState.OPEN: "cyan", FenceState.FROZEN: "green", FenceState.RETIRED: "dim"}
-_ENDINGS = {VersionEvent.DROP: " (dropped)", VersionEvent.RETIRE: " (retired as it was)", None: ""}
+_NUMBERS = ("calls", "tokens", "version")
+_COLUMNS = ("run", "rollout", "state", *_NUMBERS)
 
 
 def rollouts(
@@ -66,7 +67,9 @@ def rollouts(
         print_json([as_json(rollout) for rollout in page.rollouts])
         return
     out = console(folds=True)
-    if page.rollouts:
+    if page.rollouts and out.is_terminal:
+        out.print(_narrow_table(page.rollouts), _whys(page.rollouts), sep="\n")
+    elif page.rollouts:
         out.print(_rollouts_table(page.rollouts))
     out.print(_footer(page))
 
@@ -101,27 +104,49 @@ async def _read_rollout(url: str, rollout_id: str, run: str | None) -> RolloutDe
 
 
 def _rollouts_table(found: Sequence[RolloutSummary]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "rollout", "state"):
-        table.add_column(name, overflow="fold")
-    for name in ("calls", "prompt tokens", "generated tokens", "version"):
-        table.add_column(name, justify="right", overflow="fold")
-    for name in ("incomplete", "opened", "frozen", "retired"):
-        table.add_column(name, overflow="fold")
+    """Return one line for each rollout with everything about it, for a pipe."""
+    table = _table((*_COLUMNS, "opened", "frozen", "retired", "incomplete"))
     for rollout in found:
-        table.add_row(
-            literal(rollout.run),
-            literal(rollout.rollout_id, "bold"),
-            Text(_state(rollout), _STYLES[rollout.state]),
-            f"{rollout.calls:,}",
-            f"{rollout.prompt_tokens:,}",
-            f"{rollout.generated_tokens:,}",
-            str(rollout.version),
-            _verdict(rollout),
-            moment(rollout.opened_at),
-            moment(rollout.frozen_at),
-            moment(rollout.retired_at),
-        )
+        times = (moment(rollout.opened_at), moment(rollout.frozen_at), _retirement(rollout))
+        table.add_row(*_cells(rollout), *times, _verdict(rollout))
+    return table
+
+
+def _narrow_table(found: Sequence[RolloutSummary]) -> Table:
+    """Return a table that fits a terminal: only the time of the last change of state, and not why."""
+    table = _table((*_COLUMNS, "since (UTC)", "incomplete"))
+    for rollout in found:
+        since = rollout.retired_at or rollout.frozen_at or rollout.opened_at
+        table.add_row(*_cells(rollout), f"{since.astimezone(UTC):%m-%d %H:%M}", _yes_or_no(rollout))
+    return table
+
+
+def _table(columns: Iterable[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, overflow="fold")
+        table.columns[-1].justify = "right" if name in _NUMBERS else "left"
+        # The ids give way where a terminal is too narrow; nothing is ever cut.
+        table.columns[-1].no_wrap = name not in ("run", "rollout")
+    return table
+
+
+def _cells(rollout: RolloutSummary) -> list[Text | str]:
+    return [
+        literal(rollout.run),
+        literal(rollout.rollout_id, "bold"),
+        Text(rollout.state, _STYLES[rollout.state]),
+        f"{rollout.calls:,}",
+        f"{rollout.prompt_tokens:,} + {rollout.generated_tokens:,}",
+        str(rollout.version),
+    ]
+
+
+def _whys(found: Sequence[RolloutSummary]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for rollout in found:
+        if rollout.reasons or rollout.not_yet_captured:
+            table.add_row(literal(rollout.rollout_id, "bold"), _why_of(rollout))
     return table
 
 
@@ -144,19 +169,26 @@ def _sizes(counted: RolloutSummary | Totals) -> str:
     return f"{plural(counted.calls, 'call')}, {tokens}"
 
 
-def _state(rollout: RolloutSummary) -> str:
-    return f"{rollout.state}{_ENDINGS[rollout.retired_by]}"
+def _retirement(rollout: RolloutSummary) -> str:
+    return f"{moment(rollout.retired_at)} by {rollout.retired_by}" if rollout.retired_by else ""
 
 
 def _verdict(rollout: RolloutSummary) -> Text:
-    verdict = Text("yes: ", "bold red") if rollout.incomplete else Text("no")
-    verdict.append(_why(rollout.reasons), "red")
+    why = _why_of(rollout)
+    return _yes_or_no(rollout).append(": " if why else "", "").append_text(why)
+
+
+def _yes_or_no(rollout: RolloutSummary) -> Text:
+    return Text("yes", "bold red") if rollout.incomplete else Text("no")
+
+
+def _why_of(rollout: RolloutSummary) -> Text:
+    why = Text(_why(rollout.reasons), "red")
     if rollout.not_yet_captured:
         pending = plural(len(rollout.not_yet_captured), "call")
-        verdict.append(
-            f" ({pending} not yet captured: {_some(map(printable, rollout.not_yet_captured))})", "yellow"
-        )
-    return verdict
+        why.append("; " if rollout.reasons else "")
+        why.append(f"{pending} not yet captured: {_some(map(printable, rollout.not_yet_captured))}", "yellow")
+    return why
 
 
 def _why(reasons: Sequence[Reason]) -> str:
@@ -201,14 +233,14 @@ def _header(detail: RolloutDetail) -> Group:
     facts = Table.grid(padding=(0, 2))
     refused = sum(intent.refusal_code is not None for intent in detail.intents)
     for name, value in (
-        ("state", Text(_state(rollout), _STYLES[rollout.state])),
+        ("state", Text(rollout.state, _STYLES[rollout.state])),
         ("incomplete", _verdict(rollout)),
         ("version", Text(str(rollout.version))),
         ("snapshot", literal(rollout.snapshot_id or "none yet")),
         ("stored", Text(_sizes(rollout) + (f"; {plural(refused, 'refusal')}" if refused else ""))),
         ("opened", Text(moment(rollout.opened_at))),
         ("frozen", Text(moment(rollout.frozen_at))),
-        ("retired", Text(moment(rollout.retired_at))),
+        ("retired", Text(_retirement(rollout))),
     ):
         if value.plain:
             facts.add_row(Text(name, "dim"), value)
@@ -219,7 +251,7 @@ def _header(detail: RolloutDetail) -> Group:
 
 
 def _calls_tree(detail: RolloutDetail) -> Tree:
-    """Return a tree that branches where a conversation does; an only child stands below its parent, not deeper."""
+    """Return a tree that branches where calls do; an only child stands below its parent, not deeper."""
     forest = call_forest(detail.calls)
     marks = _marks(detail)
     tree = Tree(Text(_calls_title(detail), "dim"))
@@ -274,8 +306,7 @@ def _grow(
 
 
 def _call_line(call: CallSummary, marks: Sequence[str]) -> Text:
-    line = literal(call.model_call_id, "bold")
-    line.append(" · ").append_text(_resolution(call))
+    line = Text.assemble(literal(call.model_call_id, "bold"), " · ", _resolution(call))
     prompt = "prompt after its parent" if call.prompt_is_delta else "prompt"
     total = "" if call.cum_len is None else f", cum_len {call.cum_len:,}"
     line.append(f" · {call.prompt_len:,} {prompt} + {call.generation_len:,} generated{total}")
@@ -317,7 +348,7 @@ def _marks(detail: RolloutDetail) -> dict[str, list[str]]:
 
 
 def _intent_line(intent: Intent) -> Text:
-    line = literal(intent.model_call_id, "bold")
+    line = Text.assemble(literal(intent.model_call_id, "bold"))
     line.append(f" · announced {moment(intent.begun_at, 'milliseconds')} by ", "dim")
     line.append_text(literal(intent.written_by, "dim"))
     if intent.refusal_code is not None:
@@ -327,10 +358,7 @@ def _intent_line(intent: Intent) -> Text:
 
 
 def _versions_table(versions: Sequence[Version]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("version", justify="right")
-    for name in ("event", "call", "at", "by", "evidence"):
-        table.add_column(name)
+    table = _table(("version", "event", "call", "at", "by", "evidence"))
     for version in versions:
         table.add_row(
             str(version.version),
