@@ -50,6 +50,7 @@ class Round:
     returned: dict[str, set[str]] = field(default_factory=dict)
     frozen: dict[str, set[str]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    freeze_seconds: float = 0.0
 
     def add(self, operation: str, call_id: str, outcome: Outcome, detail: str) -> None:
         """Take in one report."""
@@ -125,7 +126,7 @@ async def _attempt(sink: Any, rollout_id: str, call_id: str, operation: Operatio
 
 
 class Writers:
-    """The parent's side: a few writers that run round after round. Its methods block; call them in a thread."""
+    """The parent's side: writers that run round after round. Its methods block: call them in a thread."""
 
     def __init__(self, sink_factory: Factory, count: int, *, processes: bool) -> None:
         context = multiprocessing.get_context("spawn")

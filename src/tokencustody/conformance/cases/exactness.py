@@ -12,11 +12,19 @@ from tokencustody.conformance.registry import check
 from tokencustody.records import TokenEntry, cumulative_tokens
 
 EDGE_IDS = (0, 1, 255, 256, 65535, 65536, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1)
-EDGE_LOG_PROBS = tuple(
-    """
-    7ff8000000000000 fff8000000000123 7ff0000000000000 fff0000000000000 8000000000000000 0000000000000000
-    0000000000000001 800fffffffffffff 7fefffffffffffff ffefffffffffffff bfb999999999999a bff0000000000001
-    """.split()
+EDGE_LOG_PROBS = (
+    0x7FF8000000000000,  # NaN
+    0xFFF8000000000123,  # NaN with a sign and a payload
+    0x7FF0000000000000,  # infinity
+    0xFFF0000000000000,  # -infinity
+    0x0000000000000000,
+    0x8000000000000000,  # -0.0
+    0x0000000000000001,  # the smallest subnormal
+    0x800FFFFFFFFFFFFF,  # the largest subnormal, negative
+    0x7FEFFFFFFFFFFFFF,  # the largest number
+    0xFFEFFFFFFFFFFFFF,
+    0xBFB999999999999A,  # -0.1, which is no float32
+    0xBFF0000000000001,  # the neighbour of -1.0
 )
 EDGE_TEXTS = (
     "",
@@ -32,7 +40,7 @@ EDGE_TEXTS = (
 
 @check()
 async def exact_token_ids(case: Case) -> None:
-    """Token ids from 0 to 2^64-1 come back as they were, in prompts and generations, alone, mixed and absent."""
+    """Token ids from 0 to 2^64-1 come back as they were, in prompts and generations, alone, mixed, absent."""
     lists: list[tuple[int, ...]] = [
         (),
         *((edge,) for edge in EDGE_IDS),
@@ -66,7 +74,7 @@ async def exact_log_probs(case: Case) -> None:
     twice.
     """
     rollout = case.rollout()
-    values = [struct.unpack(">d", bytes.fromhex(bits))[0] for bits in EDGE_LOG_PROBS]
+    values = [struct.unpack(">d", bits.to_bytes(8))[0] for bits in EDGE_LOG_PROBS]
     entries = [
         record(rollout, f"call-{number}", generation_token_ids=[1] * len(row), generation_log_probs=row)
         for number, row in enumerate([values, *([value] for value in values)])
@@ -103,7 +111,13 @@ async def exact_unknown_fields(case: Case) -> None:
     """
     rollout = case.rollout()
     numbers = [0, 1, -1, 2**53 + 1, -(2**63), 2**64 - 1, 1.0, -0.0, 0.1, 100.0, 1e16, 1e300, 5e-324]
-    nested = [[], {}, [[], {}, None], {"a": {"b": [1, 1.0, True, "1", None]}, "": ""}, {"10": 1, "9": 2}]
+    nested: list[Any] = [
+        [],
+        {},
+        [[], {}, None],
+        {"a": {"b": [1, 1.0, True, "1", None]}, "": ""},
+        {"10": 1, "9": 2},
+    ]
     values: list[Any] = [None, True, False, "", "1", *numbers, *nested]
     entries = [record(rollout, f"call-{number}", unknown=value) for number, value in enumerate(values)]
     entries.append(

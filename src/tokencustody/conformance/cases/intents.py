@@ -17,7 +17,7 @@ from tokencustody.errors import TokenCaptureFrozenError
 
 @check("begin_call")
 async def begin_call_custody(case: Case) -> None:
-    """A call that began and has no record at the freeze makes the rollout incomplete; one that has does not."""
+    """A call that began and left no record makes the rollout incomplete; one that has does not."""
     complete, dangling, empty = case.rollout(), case.rollout(), case.rollout()
     sink, source = case.sink(), case.source()
     entries = {}

@@ -14,7 +14,7 @@ from tokencustody.records import ParentResolutionStatus, TokenEntry, cumulative_
 
 @check("lineage")
 async def lineage_visibility(case: Case) -> None:
-    """A resolver that was open and in use before a put names the call as parent as soon as the put returned."""
+    """A resolver that was in use before a put names the call as parent as soon as the put returned."""
     rollout = case.rollout()
     resolver, request = case.lineage(), opening()
     expect(isinstance(resolver.is_process_shared(), bool), "is_process_shared returned no bool")

@@ -150,7 +150,7 @@ async def rollout_isolation(case: Case) -> None:
 
 @check()
 async def invalid_ids_refused(case: Case) -> None:
-    """Rollout ids and model call ids outside the rules are a ValueError in every method, and change nothing."""
+    """Rollout ids and model call ids outside the rules are a ValueError everywhere, and change nothing."""
     rollout = case.rollout()
     sink, source = case.sink(), case.source()
     for bad in BAD_ROLLOUT_IDS:

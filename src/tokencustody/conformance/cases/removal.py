@@ -28,7 +28,7 @@ async def unconditional_retirement(case: Case) -> None:
 
 @check("retire")
 async def repeated_retirement(case: Case) -> None:
-    """Retiring again changes nothing and finds the ids absent; an id given twice counts once, in input order."""
+    """Retired again, ids are absent and nothing changes; an id given twice counts once, in input order."""
     first, second, unknown = (case.rollout() for _ in range(3))
     sink, source = case.sink(), case.source()
     await sink.put(record(first))
@@ -90,7 +90,7 @@ async def reused_id_is_a_new_rollout(case: Case) -> None:
 
 @check("retire", "delete")
 async def deletion_after_retirement(case: Case) -> None:
-    """Deleting a retired rollout removes its fence; deleting one that was never retired needs no retirement."""
+    """Deleting a retired rollout removes its fence, after which its id takes records again."""
     rollout = case.rollout()
     sink, source = case.sink(), case.source()
     await sink.put(record(rollout))
@@ -103,13 +103,13 @@ async def deletion_after_retirement(case: Case) -> None:
 
 @check("retire")
 async def retire_batch_validation(case: Case) -> None:
-    """A bare string is a TypeError and one bad id among good ones a ValueError, before any rollout changes."""
+    """A bare string is a TypeError, one bad id among good ones a ValueError, before any rollout changes."""
     await _refused_batches(case, "retire")
 
 
 @check("delete")
 async def delete_batch_validation(case: Case) -> None:
-    """A bare string is a TypeError and one bad id among good ones a ValueError, before any rollout changes."""
+    """A bare string is a TypeError, one bad id among good ones a ValueError, before any rollout changes."""
     await _refused_batches(case, "delete")
 
 
