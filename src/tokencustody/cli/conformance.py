@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json as json_module
 import secrets
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from itertools import count
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -55,11 +58,11 @@ def conformance(
     )
     progress.disable = not progress.console.is_terminal
     with progress:
-        task = progress.add_task("conformance", total=len(check or checks))
+        task = progress.add_task("conformance", total=len(set(check or names)))
+        finished = count()
 
         def on_start(started: Check) -> None:
-            finished = 0 if progress.tasks[0].description == "conformance" else 1
-            progress.update(task, description=started.name, advance=finished)
+            progress.update(task, description=started.name, completed=next(finished))
 
         report = asyncio.run(_run(url, run or f"conformance-{secrets.token_hex(4)}", check, on_start))
     if json:
@@ -70,7 +73,9 @@ def conformance(
         raise typer.Exit(1)
 
 
-async def _run(url: str, run: str, only: list[str] | None, on_start: Any) -> ConformanceReport:
+async def _run(
+    url: str, run: str, only: list[str] | None, on_start: Callable[[Check], None]
+) -> ConformanceReport:
     from tokencustody.store import SqlLineageStore, SqlTokenSink, SqlTokenSource
 
     other = f"{run}-other"
@@ -99,20 +104,16 @@ async def _run(url: str, run: str, only: list[str] | None, on_start: Any) -> Con
 
 def _print(console: Console, report: ConformanceReport) -> None:
     table = Table("check", "result", "time", "detail")
+    # The name is what a person looks up or passes to --check: never cut short.
+    table.columns[0].min_width = max((len(result.name) for result in report.results), default=0)
     table.columns[2].justify = "right"
     for result in report.results:
         style = _STYLES[result.status]
         seconds = "" if result.status == CheckStatus.NOT_APPLICABLE else f"{result.seconds:.2f} s"
-        table.add_row(result.name, f"[{style}]{result.status}[/]", seconds, _literal(result.detail))
+        table.add_row(result.name, f"[{style}]{result.status}[/]", seconds, escape(result.detail))
     console.print(table)
     for capability in report.capabilities:
         mark = "[green]yes[/]" if capability.present else "[dim]no[/]"
-        console.print(f"  {capability.name}: {mark} ({_literal(capability.detected)})", soft_wrap=True)
+        console.print(f"  {capability.name}: {mark} ({escape(capability.detected)})", soft_wrap=True)
     verdict, *_ = report.summary().splitlines()
     console.print(f"[{'green' if report.ok else 'bold red'}]{verdict}[/]")
-
-
-def _literal(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
