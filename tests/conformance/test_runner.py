@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -118,6 +120,32 @@ async def test_a_run_in_which_nothing_applies_is_a_failure() -> None:
 async def test_an_unknown_check_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="no check is named put_then_thaw; there are put_then_freeze, "):
         await check_conformance(**factories(), only=["put_then_thaw"])
+
+
+async def test_a_rollout_id_outside_the_rules_is_refused_before_anything_runs() -> None:
+    for bad in ("", "a/b", "r" * 191):
+        with pytest.raises(ValueError, match="rollout_id"):
+            await check_conformance(**factories(), rollout_id=bad)
+    report = await check_conformance(**factories(), rollout_id="r" * 190, only=QUICK)
+    assert report.ok, report.summary()
+
+
+def test_the_kit_loads_no_database_driver_and_no_server() -> None:
+    program = (
+        "import sys, tokencustody.conformance as kit; kit.registered_checks(); print(*sys.modules, sep='\\n')"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    packages = {name.partition(".")[0] for name in loaded.stdout.split()}
+    assert not packages & {
+        "sqlalchemy",
+        "asyncpg",
+        "aiosqlite",
+        "alembic",
+        "fastapi",
+        "typer",
+        "rich",
+        "nemo_gym",
+    }
 
 
 async def test_a_factory_that_raises_is_a_failure_and_no_traceback() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -64,14 +65,18 @@ async def check_conformance(
     """Run every check that the transport's capabilities allow, and report what was found.
 
     A factory takes no argument and returns a fresh client over the one shared backend; each client is closed.
-    Factories that can be pickled let the strict fence be raced from several processes. `other_namespace` is a
-    sink and a source factory over the same backend but another namespace. Each run writes to rollouts of its
-    own, whose ids begin with `rollout_id`, and leaves them there. `only` names the checks to run; `timeout`
+    Factories that can be pickled let the strict fence be raced from several processes. Those import the main
+    module, so a script must start the kit under `if __name__ == "__main__":`. `other_namespace` is a sink and
+    a source factory over the same backend but another namespace. Each run writes to rollouts of its own,
+    whose ids begin with `rollout_id`, and leaves them there. `only` names the checks to run; `timeout`
     (seconds) bounds each; `on_start` is called before each.
 
-    Raises ValueError for an unknown name in `only`. Whatever the transport raises becomes a failed check.
+    Raises ValueError for an unknown name in `only` and for a `rollout_id` outside the rules of rollout ids or
+    longer than 190 characters. Whatever the transport raises becomes a failed check.
     """
     checks = _select(only)
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,190}", rollout_id):
+        raise ValueError(f"rollout_id {rollout_id!r} is not 1 to 190 characters out of A-Z a-z 0-9 . _ -")
     transport = Transport(
         sink_factory=sink_factory,
         source_factory=source_factory,

@@ -198,7 +198,9 @@ class Writers:
             try:
                 message = connection.recv()
             except (EOFError, ConnectionResetError):
-                raise PromiseBrokenError("a writer ended without a word") from None
+                raise PromiseBrokenError(
+                    "a writer ended without a word (does a script start the kit outside `if __name__ == '__main__'`?)"
+                ) from None
             if message[0] == "failed":
                 raise PromiseBrokenError(f"a writer failed: {message[1]}")
             received.append((connection, message))
