@@ -91,9 +91,10 @@ def demo(
 async def _demo(url: str, run: str, rollouts: int, turns: int, workers: int, seed: int) -> Report:
     plans = plan_rollouts(rollouts, turns, seed)
     calls = sum(len(plan.user_turns) + plan.too_long for plan in plans)
+    model = ChatModel(slots=workers)
     with _progress() as progress:
         loading = progress.add_task(f"Loading {MODEL_NAME}", total=None)
-        async with open_store(url, run=run) as store, ChatModel(slots=workers) as model:
+        async with open_store(url, run=run) as store, model:
             progress.update(loading, total=1, completed=1)
             playing = progress.add_task("Playing and capturing", total=calls)
             player = RolloutPlayer(

@@ -183,15 +183,15 @@ class ChatModel:
         token_ids = [int(token["id"]) for token in sampled]
         text = await self._detokenize(token_ids[:-1] if choice["finish_reason"] == "stop" else token_ids)
         checks = {
-            "prompt ids": (usage["prompt_tokens"], len(prompt)),
-            "sampled ids": (usage["completion_tokens"], len(token_ids)),
+            "number of prompt ids": (usage["prompt_tokens"], len(prompt)),
+            "number of sampled ids": (usage["completion_tokens"], len(token_ids)),
             "text": (choice["text"], text),
             "probabilities": (all(0.0 < token["prob"] <= 1.0 for token in sampled), True),
         }
         for what, (reported, found) in checks.items():
             if reported != found:
                 raise ModelServerError(
-                    f"response {answer['id']}: the engine reports {what} {reported!r}, not {found!r}"
+                    f"response {answer['id']}: its {what} is {found!r}, but the engine reports {reported!r}"
                 )
         return Completion(
             response_id=answer["id"],
