@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,17 +49,21 @@ class EngineKey:
     deadline: float
 
 
-# Keyed by loop first, so that engines are forgotten with the loop that their connections belong to.
-_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[EngineKey, Engines]] = weakref.WeakKeyDictionary()
-_shared_pid = os.getpid()
+# Keyed by loop first, because a connection belongs to the loop that opened it.
+_shared: dict[asyncio.AbstractEventLoop, dict[EngineKey, Engines]] = {}
+_owner = os.getpid()
+# A child process must neither use nor close what it inherits: the sockets and file locks are the parent's.
+_inherited: list[object] = []
 
 
 def acquire(key: EngineKey) -> Engines:
     """Return the engines of this process and loop for `key`, made now if need be. Pair with `release`."""
-    global _shared, _shared_pid
-    if _shared_pid != os.getpid():
-        # Forked: the parent's sockets and file handles are the parent's to use and to close.
-        _shared, _shared_pid = weakref.WeakKeyDictionary(), os.getpid()
+    global _shared, _owner
+    if _owner != os.getpid():
+        _inherited.append(_shared)
+        _shared, _owner = {}, os.getpid()
+    for ended in [loop for loop in _shared if loop.is_closed()]:
+        del _shared[ended]
     of_loop = _shared.setdefault(asyncio.get_running_loop(), {})
     engines = of_loop.get(key)
     if engines is None:
@@ -70,18 +73,19 @@ def acquire(key: EngineKey) -> Engines:
 
 
 async def release(key: EngineKey, engines: Engines) -> None:
-    """Give engines back; the last user closes them."""
+    """Give engines back in the loop that acquired them; the last user closes them."""
     engines.users -= 1
     if engines.users == 0:
-        of_loop = _shared.get(asyncio.get_running_loop(), {})
-        if of_loop.get(key) is engines:
-            del of_loop[key]
+        of_loop = _shared[asyncio.get_running_loop()]
+        del of_loop[key]
+        if not of_loop:
+            del _shared[asyncio.get_running_loop()]
         await engines.dispose()
 
 
 def open_engines() -> list[Engines]:
-    """Return every engine pair of this process that is open now, in any loop."""
-    return [engines for of_loop in _shared.values() for engines in of_loop.values()]
+    """Return the engines of this process that are open now, in any loop that still runs."""
+    return [engines for loop, of_loop in _shared.items() if not loop.is_closed() for engines in of_loop.values()]
 
 
 def migration_engine(url: DatabaseUrl) -> AsyncEngine:

@@ -75,8 +75,11 @@ def classify(exc: BaseException) -> Fault | None:
 
 def unavailable(url: DatabaseUrl, exc: BaseException, *, tries: int = 1) -> StoreUnavailableError:
     """Return the error for a database that could not be used, naming host, port and database, never the password."""
-    cause = getattr(exc, "orig", None) or exc
-    # The wrapped error's own text repeats the statement and its parameters, which hold token data.
-    said = str(cause.__cause__ or cause).strip().splitlines() or [type(cause).__name__]
     after = f" after {tries} tries" if tries > 1 else ""
-    return StoreUnavailableError(f"{url.display} is not available{after}: {type(cause.__cause__ or cause).__name__}: {said[0]}")
+    if isinstance(exc, TimeoutError):
+        return StoreUnavailableError(f"{url.display} is not available{after}: no answer before the deadline")
+    # The wrapped error's own text repeats the statement and its parameters, which hold token data.
+    wrapped = getattr(exc, "orig", None) or exc
+    cause = wrapped.__cause__ or wrapped
+    said = (str(cause).strip().splitlines() or [""])[0]
+    return StoreUnavailableError(f"{url.display} is not available{after}: {type(cause).__name__}: {said}")

@@ -10,24 +10,23 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import random
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, func, select, text
+from sqlalchemy import Connection, create_engine, event, func, select, text
+from sqlalchemy.pool import NullPool
 
 from tokencustody.errors import SchemaMismatchError
 from tokencustody.fingerprint import FINGERPRINT_VERSION
 from tokencustody.records import DIGEST_VERSION, SCHEMA_VERSION
 from tokencustody.sql import catalogue, engine, tables
 from tokencustody.sql.codec import CODEC_VERSION
-from tokencustody.sql.faults import Fault, classify, unavailable
+from tokencustody.sql.faults import classify, unavailable
 from tokencustody.sql.url import DatabaseUrl, parse_url
 
 if TYPE_CHECKING:
@@ -135,7 +134,11 @@ def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
 
 async def is_new_sqlite(url: DatabaseUrl) -> bool:
     """Return whether a SQLite file does not exist, is empty or holds no table yet. Creates nothing."""
-    return await asyncio.to_thread(_is_new_sqlite, url)
+
+    def look() -> bool:
+        return _read(url, lambda file: file.scalar(text("SELECT 1 FROM sqlite_master")) is None, missing=True)
+
+    return await asyncio.to_thread(look)
 
 
 async def create_sqlite(url: DatabaseUrl) -> None:
@@ -165,7 +168,7 @@ def in_transaction(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Re
 
     Blocks, also when an event loop is running in this thread. Raises StoreUnavailableError.
     """
-    return _blocking(_in_transaction(url, work))
+    return _connected(url, work, writes=True)
 
 
 def _run(
@@ -192,52 +195,49 @@ def _run(
         return in_transaction(url, work)
 
 
-async def _in_transaction(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Result:
-    give_up = time.monotonic() + engine.DEFAULT_DEADLINE
-    while True:
-        try:
-            return await _try_transaction(url, work)
-        except Exception as exc:
-            fault = classify(exc)
-            if fault is None:
-                raise
-            if fault is not Fault.RETRY or time.monotonic() > give_up:
-                raise unavailable(url, exc) from exc
-        # Entering WAL mode does not wait for others that enter it: SQLite answers BUSY at once.
-        await asyncio.sleep(random.uniform(0.01, 0.05))  # noqa: S311 - jitter, not a secret
-
-
-async def _try_transaction(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Result:
-    migrating = engine.migration_engine(url)
-    try:
-        async with migrating.connect() as connection:
-            if not url.is_sqlite:
-                # A serializable snapshot would be older than the lock and show the revision of before.
-                await connection.execution_options(isolation_level="READ COMMITTED")
-            async with connection.begin():
-                if not url.is_sqlite:
-                    await connection.execute(select(func.pg_advisory_xact_lock(LOCK_KEY)))
-                return await connection.run_sync(work)
-    finally:
-        await migrating.dispose()
-
-
 def _read(url: DatabaseUrl, work: Callable[[Connection], Result], *, missing: Result) -> Result:
-    return missing if _is_missing(url) else _blocking(_read_only(url, work))
+    return missing if _is_missing(url) else _connected(url, work, writes=False)
 
 
-async def _read_only(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Result:
-    key = engine.EngineKey(url, pool_size=1, deadline=engine.DEFAULT_DEADLINE)
-    engines = engine.acquire(key)
+def _connected(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
     try:
-        async with engines.reader.connect() as connection:
-            return await connection.run_sync(work)
+        if url.is_sqlite:
+            return _on_sqlite(url, work, writes=writes)
+        return _blocking(_on_postgresql(url, work, writes=writes))
     except Exception as exc:
         if classify(exc) is None:
             raise
         raise unavailable(url, exc) from exc
+
+
+def _on_sqlite(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
+    # A look opens the file read-only: it must not create one, nor change the journal mode of someone else's.
+    uri = f"{Path(url.dsn).as_uri()}?mode={'rwc' if writes else 'ro'}"
+    database = create_engine(
+        "sqlite://",
+        creator=lambda: sqlite3.connect(uri, uri=True, isolation_level=None, timeout=engine.DEFAULT_DEADLINE),
+        poolclass=NullPool,
+    )
+    begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
+    event.listen(database, "begin", lambda connection: connection.exec_driver_sql(begin))
+    with database.begin() as connection:
+        return work(connection)
+
+
+async def _on_postgresql(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
+    database = engine.migration_engine(url)
+    try:
+        async with database.connect() as connection:
+            # A serializable snapshot would be older than the lock and show the revision of before.
+            await connection.execution_options(
+                isolation_level="READ COMMITTED", postgresql_readonly=not writes
+            )
+            async with connection.begin():
+                if writes:
+                    await connection.execute(select(func.pg_advisory_xact_lock(LOCK_KEY)))
+                return await connection.run_sync(work)
     finally:
-        await engine.release(key, engines)
+        await database.dispose()
 
 
 def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
@@ -270,19 +270,6 @@ def _parsed(url: Url) -> DatabaseUrl:
 
 def _is_missing(url: DatabaseUrl) -> bool:
     return url.is_sqlite and not Path(url.dsn).exists()
-
-
-def _is_new_sqlite(url: DatabaseUrl) -> bool:
-    if _is_missing(url):
-        return True
-    # Connected read-only: a look must not create a file, nor change the journal mode of someone else's.
-    connection = sqlite3.connect(
-        f"{Path(url.dsn).as_uri()}?mode=ro", uri=True, timeout=engine.DEFAULT_DEADLINE
-    )
-    try:
-        return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
-    finally:
-        connection.close()
 
 
 def _stored(connection: Connection) -> _Stored:

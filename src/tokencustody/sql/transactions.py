@@ -73,18 +73,23 @@ class Database:
         return await self._run(work, writes=True, isolation="READ COMMITTED")
 
     async def close(self) -> None:
-        """Release this store's engines. Idempotent; waits for nothing but the closing of connections."""
+        """Release this store's engines, in whichever running loop it was used. Idempotent."""
         self._closed = True
-        engines = self._held.pop(_here(), None)
-        if engines is not None:
-            await engines_module.release(self._key, engines)
+        held, self._held = self._held, {}
+        for (pid, loop), engines in held.items():
+            # What another process opened, or a loop that has ended, is out of reach.
+            if pid != os.getpid() or loop.is_closed():
+                continue
+            releasing = engines_module.release(self._key, engines)
+            if loop is not asyncio.get_running_loop():
+                releasing = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(releasing, loop))
+            await releasing
 
     def _engines(self) -> Engines:
         if self._closed:
             raise StoreClosedError(f"the store on {self.url.display} is closed")
-        here = _here()
+        here = (os.getpid(), asyncio.get_running_loop())
         if here not in self._held:
-            self._held = {at: held for at, held in self._held.items() if at[0] == here[0] and not at[1].is_closed()}
             self._held[here] = engines_module.acquire(self._key)
         return self._held[here]
 
@@ -94,6 +99,7 @@ class Database:
         give_up = loop.time() + self._key.deadline
         pause = _FIRST_PAUSE
         tries = 0
+        cause: Exception | None = None
         while True:
             tries += 1
             try:
@@ -108,8 +114,10 @@ class Database:
                 fault = classify(exc)
                 if fault is None:
                     raise
+                # The deadline itself says less than the failure that was being retried when it passed.
+                cause = cause if cause is not None and isinstance(exc, TimeoutError) else exc
                 if fault is Fault.UNAVAILABLE or loop.time() + pause >= give_up:
-                    raise unavailable(self.url, exc, tries=tries) from exc
+                    raise unavailable(self.url, cause, tries=tries) from cause
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -143,6 +151,3 @@ async def _reach(point: str) -> None:
     if (fault := FAULT_POINTS.get(point)) is not None:
         await fault()
 
-
-def _here() -> tuple[int, asyncio.AbstractEventLoop]:
-    return os.getpid(), asyncio.get_running_loop()
