@@ -146,7 +146,7 @@ def _whys(found: Sequence[RolloutSummary]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for rollout in found:
         if rollout.reasons or rollout.not_yet_captured:
-            table.add_row(literal(rollout.rollout_id, "bold"), _why_of(rollout))
+            table.add_row(literal(rollout.run), literal(rollout.rollout_id, "bold"), _why_of(rollout))
     return table
 
 
