@@ -199,7 +199,7 @@ class Writers:
                 message = connection.recv()
             except (EOFError, ConnectionResetError):
                 raise PromiseBrokenError(
-                    "a writer ended without a word (does a script start the kit outside `if __name__ == '__main__'`?)"
+                    "a writer ended without a word; a script must start the kit in `if __name__ == '__main__':`"
                 ) from None
             if message[0] == "failed":
                 raise PromiseBrokenError(f"a writer failed: {message[1]}")
