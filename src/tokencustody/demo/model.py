@@ -27,6 +27,7 @@ SAMPLING = {"samplers": ["min_p", "temperature"], "min_p": 0.05, "temperature": 
 
 _LOAD_SECONDS = 120.0
 _CALL_SECONDS = 120.0
+_STOP_SECONDS = 2.0
 _PLACEHOLDER = "(the assistant's turn)"
 
 
@@ -252,7 +253,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     assert process.stdin is not None  # noqa: S101 - a pipe was asked for
     process.stdin.close()
     try:
-        await asyncio.wait_for(process.wait(), 10.0)
+        await asyncio.wait_for(process.wait(), _STOP_SECONDS)
     except TimeoutError:
+        # It finishes what it is sampling first, which nobody waits for any more.
         process.kill()
         await process.wait()
