@@ -26,7 +26,13 @@ from tokencustody.protocols import (
     installed_token_sink,
     installed_token_source,
 )
-from tokencustody.records import ParentResolutionStatus, TokenEntry, compute_digest, cumulative_tokens, stamp_lineage
+from tokencustody.records import (
+    ParentResolutionStatus,
+    TokenEntry,
+    compute_digest,
+    cumulative_tokens,
+    stamp_lineage,
+)
 
 if TYPE_CHECKING:
     from tokencustody.store import CaptureStore, SqlLineageStore, SqlTokenSink, SqlTokenSource, open_store

@@ -20,7 +20,7 @@ class TokenCaptureRetiredError(TokenCaptureFrozenError):
 
 
 class RolloutRetiredError(LookupError):
-    """The ledger of a retired rollout was read. It is gone, and an empty one would look like a rollout without calls."""
+    """The ledger of a retired rollout was read. An empty one would look like a rollout without calls."""
 
 
 class InvalidRecordError(ValueError):

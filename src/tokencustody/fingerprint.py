@@ -143,7 +143,11 @@ def _tool_calls(message: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         name = _name(message)
         if message.get("namespace"):
             name = f"{message['namespace']}__{name}"
-        yield _text(message.get("call_id") or message.get("id")), name, canonicalize_tool_arguments(message.get("arguments"))
+        yield (
+            _text(message.get("call_id") or message.get("id")),
+            name,
+            canonicalize_tool_arguments(message.get("arguments")),
+        )
     for block in _blocks(message, "tool_use"):
         yield _text(block.get("id")), _name(block), canonicalize_tool_arguments(block.get("input"))
     tool_calls = message.get("tool_calls") or []
@@ -155,7 +159,11 @@ def _tool_calls(message: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         function = (call or {}).get("function") or {}
         if not isinstance(function, Mapping):
             raise ValueError(f"the function of a tool call must be an object, not {type(function).__name__}")
-        yield _text((call or {}).get("id")), _name(function), canonicalize_tool_arguments(function.get("arguments"))
+        yield (
+            _text((call or {}).get("id")),
+            _name(function),
+            canonicalize_tool_arguments(function.get("arguments")),
+        )
 
 
 def _tool_results(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -43,7 +43,9 @@ def stamp_continuation(entry: TokenEntry, request_items: list[dict[str, Any]]) -
     return entry
 
 
-def choose_parent(candidates: Iterable[Candidate], request_items: Sequence[dict[str, Any]]) -> Candidate | str:
+def choose_parent(
+    candidates: Iterable[Candidate], request_items: Sequence[dict[str, Any]]
+) -> Candidate | str:
     """Return the one call that `request_items` continue, or the reason why there is none.
 
     `candidates` all carry the request's fingerprint. Calls with the same non-empty digest and length hold the same
@@ -80,8 +82,12 @@ def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
     previous: TokenEntry | None = None
     for entry in chain:
         expected = None if previous is None else previous.model_call_id
-        if entry.prompt_is_delta != (previous is not None) or (previous is not None and entry.parent_call_id != expected):
-            raise LineageError(f"model call {entry.model_call_id} of rollout {entry.rollout_id}: its parent chain is broken")
+        if entry.prompt_is_delta != (previous is not None) or (
+            previous is not None and entry.parent_call_id != expected
+        ):
+            raise LineageError(
+                f"model call {entry.model_call_id} of rollout {entry.rollout_id}: its parent chain is broken"
+            )
         tokens += entry.prompt_token_ids
         tokens += entry.generation_token_ids
         previous = entry
@@ -93,7 +99,7 @@ def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
         )
     if previous.digest and previous.digest != compute_digest(tokens):
         raise LineageError(
-            f"model call {previous.model_call_id} of rollout {previous.rollout_id}: its chain does not have the recorded digest"
+            f"model call {previous.model_call_id} of rollout {previous.rollout_id}: its chain has another digest"
         )
     return tuple(tokens)
 
@@ -146,7 +152,11 @@ class RolloutLineage:
         choice = choose_parent(
             (
                 Candidate(
-                    e.model_call_id, e.continuation_context_len, e.continuation_context_digest, e.digest, e.cum_len
+                    e.model_call_id,
+                    e.continuation_context_len,
+                    e.continuation_context_digest,
+                    e.digest,
+                    e.cum_len,
                 )
                 for e in self.entries.values()
                 if e.continuation_fingerprint == fingerprint

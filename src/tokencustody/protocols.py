@@ -250,7 +250,11 @@ def _require_methods(client: object, protocol: type, what: str) -> None:
         return
     if inspect.isclass(client):
         raise TypeError(f"the {what} must be an instance, not the class {client.__name__}")
-    required = [name for name, member in vars(protocol).items() if inspect.isfunction(member) and not name.startswith("_")]
+    required = [
+        name
+        for name, member in vars(protocol).items()
+        if inspect.isfunction(member) and not name.startswith("_")
+    ]
     missing = [name for name in required if not callable(getattr(client, name, None))]
     if missing:
         raise TypeError(f"the {what} {type(client).__name__} lacks {', '.join(missing)}")

@@ -20,7 +20,6 @@ TOKEN_DIGEST_DOMAIN = b"nemo-gym-tokens"
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
-
 class ParentResolutionStatus(StrEnum):
     """What the lineage resolver decided about a call's parent when the request came in."""
 
@@ -79,7 +78,7 @@ def check_consistency(entry: Any) -> None:
         )
     if entry.schema_version < SCHEMA_VERSION:
         raise ValueError(
-            f"schema_version {entry.schema_version} is older than {SCHEMA_VERSION}: rewrite the record with a current writer"
+            f"schema_version {entry.schema_version} is older than {SCHEMA_VERSION}: rewrite the record"
         )
     if len(entry.generation_token_ids) != len(entry.generation_log_probs):
         raise ValueError(
@@ -88,17 +87,24 @@ def check_consistency(entry: Any) -> None:
         )
     index = entry.token_item_index
     if index is not None and not 0 <= index < len(entry.output_items):
-        raise ValueError(f"token_item_index {index} lies outside output_items, which has {len(entry.output_items)} items")
+        raise ValueError(
+            f"token_item_index {index} lies outside output_items, which has {len(entry.output_items)} items"
+        )
     check_parent(entry.parent_call_id, entry.parent_resolution)
     if entry.prompt_is_delta and entry.parent_resolution != ParentResolutionStatus.RESOLVED:
-        raise ValueError("prompt_is_delta needs a resolved parent_call_id: a suffix alone cannot be read back in full")
+        raise ValueError(
+            "prompt_is_delta needs a resolved parent_call_id: a suffix alone cannot be read back in full"
+        )
 
 
 def check_parent(parent_call_id: str | None, resolution: ParentResolutionStatus | None) -> None:
     """Raise ValueError when a parent decision and a parent id contradict one another."""
     if resolution == ParentResolutionStatus.RESOLVED and parent_call_id is None:
         raise ValueError("parent_resolution is 'resolved' but parent_call_id is missing")
-    if resolution in (ParentResolutionStatus.ROOT, ParentResolutionStatus.UNRESOLVED) and parent_call_id is not None:
+    if (
+        resolution in (ParentResolutionStatus.ROOT, ParentResolutionStatus.UNRESOLVED)
+        and parent_call_id is not None
+    ):
         raise ValueError(f"parent_resolution is {resolution!s} but parent_call_id is set")
 
 
@@ -140,7 +146,9 @@ def cumulative_tokens(entry: Any) -> list[int]:
     Raises ValueError for a delta entry, whose prompt begins in its parent.
     """
     if entry.prompt_is_delta:
-        raise ValueError(f"model call {entry.model_call_id} has a delta prompt: its sequence needs its parent chain")
+        raise ValueError(
+            f"model call {entry.model_call_id} has a delta prompt: its sequence needs its parent chain"
+        )
     return list(entry.prompt_token_ids) + list(entry.generation_token_ids)
 
 
@@ -160,12 +168,16 @@ def stamp_lineage(
     own = entry.prompt_token_ids + entry.generation_token_ids
     if not entry.prompt_is_delta:
         if cumulative is not None and cumulative != own:
-            raise ValueError(f"model call {entry.model_call_id}: cumulative disagrees with prompt and generation")
+            raise ValueError(
+                f"model call {entry.model_call_id}: cumulative disagrees with prompt and generation"
+            )
         cumulative = own
     elif cumulative is None:
         cumulative = cumulative_tokens(entry)
     elif cumulative[len(cumulative) - len(own) :] != own or len(cumulative) < len(own):
-        raise ValueError(f"model call {entry.model_call_id}: cumulative does not end with the entry's own arrays")
+        raise ValueError(
+            f"model call {entry.model_call_id}: cumulative does not end with the entry's own arrays"
+        )
     entry.cum_len = len(cumulative)
     entry.digest = compute_digest(cumulative)
     entry.parent_call_id = parent_call_id
@@ -203,7 +215,12 @@ def _anthropic_items(blocks: list[Any]) -> list[dict[str, Any]]:
             continue
         match block.get("type"):
             case "thinking":
-                items.append({"type": "reasoning", "summary": [{"type": "summary_text", "text": block.get("thinking", "")}]})
+                items.append(
+                    {
+                        "type": "reasoning",
+                        "summary": [{"type": "summary_text", "text": block.get("thinking", "")}],
+                    }
+                )
             case "redacted_thinking":
                 items.append({"type": "reasoning", "summary": [], "encrypted_content": block.get("data", "")})
             case _:
@@ -227,12 +244,16 @@ def extract_token_fields(response_json: Mapping[str, Any]) -> dict[str, Any] | N
     if not carriers:
         return None
     if len(carriers) > 1:
-        raise ValueError(f"{len(carriers)} output items carry token fields; one response has one token carrier")
+        raise ValueError(
+            f"{len(carriers)} output items carry token fields; one response has one token carrier"
+        )
     carrier = carriers[0]
     missing = [field for field in TOKEN_FIELDS if carrier.get(field) is None]
     if missing:
         raise ValueError(f"the output item that carries tokens lacks {', '.join(missing)}")
-    return {field: carrier[field] for field in TOKEN_FIELDS} | {"routed_experts": carrier.get("routed_experts")}
+    return {field: carrier[field] for field in TOKEN_FIELDS} | {
+        "routed_experts": carrier.get("routed_experts")
+    }
 
 
 def strip_token_fields(items: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int | None]:
@@ -243,6 +264,8 @@ def strip_token_fields(items: Sequence[Mapping[str, Any]]) -> tuple[list[dict[st
     dropped = {*TOKEN_FIELDS, "routed_experts"}
     carriers = [index for index, item in enumerate(items) if item.get("generation_token_ids") is not None]
     if len(carriers) > 1:
-        raise ValueError(f"output items {carriers} all carry token fields; one response has one token carrier")
+        raise ValueError(
+            f"output items {carriers} all carry token fields; one response has one token carrier"
+        )
     stripped = [{key: value for key, value in item.items() if key not in dropped} for item in items]
     return stripped, carriers[0] if carriers else None

@@ -62,10 +62,14 @@ async def test_the_same_bytes_again_are_a_no_op(store: CaptureStore) -> None:
     assert (snapshot.incomplete, snapshot.version) == (False, 1)
 
 
-async def test_other_bytes_are_a_conflict_that_is_kept_as_evidence(store: CaptureStore, store_url: str) -> None:
+async def test_other_bytes_are_a_conflict_that_is_kept_as_evidence(
+    store: CaptureStore, store_url: str
+) -> None:
     first = make_entry()
     await store.sink.put(first)
-    with pytest.raises(PayloadConflictError, match=r"call-1 of rollout rollout-1 .*differing: created_at, model") as conflict:
+    with pytest.raises(
+        PayloadConflictError, match=r"call-1 of rollout rollout-1 .*differing: created_at, model"
+    ) as conflict:
         await store.sink.put(first.model_copy(update={"model": "other", "created_at": 1.0}))
     assert isinstance(conflict.value, ValueError)
 
@@ -116,7 +120,9 @@ async def test_a_refused_call_does_not_dangle_and_is_in_the_snapshot(store: Capt
 
 async def test_a_refusal_with_another_code_is_a_conflict(store: CaptureStore) -> None:
     await store.sink.refuse_call("rollout-1", model_call_id="call-1", code="first")
-    with pytest.raises(PayloadConflictError, match="call-1 of rollout rollout-1 was refused before with another code"):
+    with pytest.raises(
+        PayloadConflictError, match="call-1 of rollout rollout-1 was refused before with another code"
+    ):
         await store.sink.refuse_call("rollout-1", model_call_id="call-1", code="second")
     snapshot = await store.source.freeze("rollout-1")
     assert snapshot.refusals == (("call-1", "first"),)
@@ -136,7 +142,11 @@ async def test_a_mark_after_the_freeze_invalidates_the_drop_of_the_old_version(s
     await store.sink.mark_incomplete("rollout-1", "call-7")
     assert not await store.source.drop("rollout-1", before.snapshot_id, before.version)
     after = await store.source.freeze("rollout-1")
-    assert (after.snapshot_id, after.version, after.incomplete) == (before.snapshot_id, before.version + 1, True)
+    assert (after.snapshot_id, after.version, after.incomplete) == (
+        before.snapshot_id,
+        before.version + 1,
+        True,
+    )
     assert after.entries == before.entries
     assert await store.source.drop("rollout-1", snapshot_id=after.snapshot_id, version=after.version)
 
@@ -155,7 +165,9 @@ async def test_freezing_an_unknown_rollout_gives_an_empty_snapshot_and_fences_it
         await store.sink.put(make_entry("never-seen"))
 
 
-async def test_a_drop_changes_nothing_unless_it_names_exactly_the_frozen_snapshot(store: CaptureStore) -> None:
+async def test_a_drop_changes_nothing_unless_it_names_exactly_the_frozen_snapshot(
+    store: CaptureStore,
+) -> None:
     assert not await store.source.drop("unknown", "some-id", 1)
     await store.sink.put(make_entry())
     assert not await store.source.drop("rollout-1", "some-id", 0)
@@ -166,7 +178,9 @@ async def test_a_drop_changes_nothing_unless_it_names_exactly_the_frozen_snapsho
     assert await store.source.freeze("rollout-1") == snapshot
 
 
-async def test_dropping_a_retired_rollout_is_true_only_for_the_snapshot_that_was_retired(store: CaptureStore) -> None:
+async def test_dropping_a_retired_rollout_is_true_only_for_the_snapshot_that_was_retired(
+    store: CaptureStore,
+) -> None:
     for retire_by in ("drop", "retire"):
         rollout = f"retired-by-{retire_by}"
         await store.sink.put(make_entry(rollout))
@@ -198,7 +212,10 @@ async def test_a_batch_says_which_rollouts_had_records_in_input_order(store: Cap
 async def test_a_deleted_rollout_is_unused_again(store: CaptureStore, store_url: str) -> None:
     await store.sink.put(make_entry())
     old = await store.source.freeze("rollout-1")
-    assert await store.source.delete(["rollout-1", "never"]) == {"removed": ["rollout-1"], "absent": ["never"]}
+    assert await store.source.delete(["rollout-1", "never"]) == {
+        "removed": ["rollout-1"],
+        "absent": ["never"],
+    }
     assert await store.source.delete(["rollout-1"]) == {"removed": [], "absent": ["rollout-1"]}
     for table in tables.metadata.sorted_tables:
         assert table is tables.wire_schema or await rows_of(store_url, table) == []
@@ -265,7 +282,10 @@ async def test_runs_do_not_see_one_another(store: CaptureStore, store_url: str) 
         await other.sink.put(make_entry(model_call_id="call-2"))
         await store.source.delete(["rollout-1"])
         snapshot = await other.source.freeze("rollout-1")
-        assert sorted((e.model_call_id, e.model) for e in snapshot.entries) == [("call-1", "of run 2"), ("call-2", "")]
+        assert sorted((e.model_call_id, e.model) for e in snapshot.entries) == [
+            ("call-1", "of run 2"),
+            ("call-2", ""),
+        ]
 
 
 async def test_rows_are_signed_by_host_and_pid_unless_the_store_has_a_name(store_url: str) -> None:

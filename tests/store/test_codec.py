@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import random
@@ -90,7 +91,17 @@ def test_any_entry_survives_packing_in_every_bit(
 
 def awkward_entry(rollout_id: str = "rollout-1") -> TokenEntry:
     nan_with_payload = struct.unpack("<d", (0x7FF8_0000_DEAD_BEEF).to_bytes(8, "little"))[0]
-    log_probs = [0.0, -0.0, math.inf, -math.inf, math.nan, nan_with_payload, 5e-324, -1.7976931348623157e308, -0.1]
+    log_probs = [
+        0.0,
+        -0.0,
+        math.inf,
+        -math.inf,
+        math.nan,
+        nan_with_payload,
+        5e-324,
+        -1.7976931348623157e308,
+        -0.1,
+    ]
     return make_entry(
         rollout_id,
         prompt=[0, 65535, 65536, 2**32 - 1, 2**32, 2**63, 2**64 - 1],
@@ -133,7 +144,9 @@ def test_ids_take_the_narrowest_width_that_fits_the_call(highest: int, width: in
     assert packed.payload[fields_at : fields_at + 1] == b"{"
 
 
-async def test_the_payload_hash_can_be_checked_from_the_row_alone(store: CaptureStore, store_url: str) -> None:
+async def test_the_payload_hash_can_be_checked_from_the_row_alone(
+    store: CaptureStore, store_url: str
+) -> None:
     await store.sink.put(awkward_entry())
     (row,) = await rows_of(store_url, tables.entries)
     assert hashlib.sha256(row["payload"]).hexdigest() == row["payload_sha256"]
@@ -176,11 +189,25 @@ def deep_nest() -> list[Any]:
     return nest
 
 
+@pytest.mark.parametrize("name", ["cls", "self", "_fields_set", "values", "model_", "x y"])
+async def test_an_unknown_field_may_have_any_name(store: CaptureStore, name: str) -> None:
+    entry = make_entry()
+    assert entry.model_extra is not None
+    entry.model_extra[name] = [1, 2]
+    await store.sink.put(entry)
+    (read,) = (await store.source.freeze("rollout-1")).entries
+    assert same(read, entry)
+
+
 class Number(int):
     pass
 
 
 MALFORMED: dict[str, tuple[Any, str]] = {
+    "an entry that was never checked": (
+        TokenEntry.model_construct(rollout_id="rollout-1"),
+        "model_call_id: Field required",
+    ),
     "no entry": ({"rollout_id": "r"}, "entry must be a TokenEntry, not dict"),
     "rollout id of a wrong type": (broken(rollout_id=5), "rollout_id"),
     "rollout id outside the rules": (broken(rollout_id="a/b"), "rollout_id"),
@@ -195,9 +222,15 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "id that is a float": (broken(prompt_token_ids=[1.0]), r"prompt_token_ids\.0"),
     "id that is a boolean": (broken(prompt_token_ids=[True]), r"prompt_token_ids\.0"),
     "id that is text": (broken(prompt_token_ids=["1"]), r"prompt_token_ids\.0"),
-    "log probability that is text": (broken(generation_log_probs=["1", "2", "3"]), r"generation_log_probs\.0"),
+    "log probability that is text": (
+        broken(generation_log_probs=["1", "2", "3"]),
+        r"generation_log_probs\.0",
+    ),
     "log probability that is missing": (broken(generation_log_probs=[None] * 3), r"generation_log_probs\.0"),
-    "lists of different length": (broken(generation_log_probs=[-1.0]), "generation_log_probs has 1 values for 3"),
+    "lists of different length": (
+        broken(generation_log_probs=[-1.0]),
+        "generation_log_probs has 1 values for 3",
+    ),
     "newer schema": (broken(schema_version=2), "schema_version 2 is newer than 1.*upgrade"),
     "older schema": (broken(schema_version=0), "schema_version 0 is older"),
     "model that is a number": (broken(model=3), "model"),
@@ -236,15 +269,20 @@ def test_integers_of_other_types_do_not_pass_as_ids() -> None:
 
 
 CORRUPTIONS = {
-    "a flipped byte": ("UPDATE entries SET payload = :bytes WHERE model_call_id = 'call-1' AND rollout_id = 'rollout-1'", "SHA-256"),
+    "a flipped byte": (
+        "UPDATE entries SET payload = :bytes WHERE model_call_id = 'call-1' AND rollout_id = 'rollout-1'",
+        "SHA-256",
+    ),
     "another call's payload": (
         "UPDATE entries SET (payload, payload_sha256) ="
-        " (SELECT payload, payload_sha256 FROM entries WHERE model_call_id = 'call-2' AND rollout_id = 'rollout-1')"
+        " (SELECT payload, payload_sha256 FROM entries"
+        " WHERE model_call_id = 'call-2' AND rollout_id = 'rollout-1')"
         " WHERE model_call_id = 'call-1' AND rollout_id = 'rollout-1'",
         "belongs to another call",
     ),
     "an empty payload with its right hash": (
-        "UPDATE entries SET payload = :bytes, payload_sha256 = :sha256 WHERE model_call_id = 'call-1' AND rollout_id = 'rollout-1'",
+        "UPDATE entries SET payload = :bytes, payload_sha256 = :sha256"
+        " WHERE model_call_id = 'call-1' AND rollout_id = 'rollout-1'",
         "does not decode",
     ),
 }
@@ -260,7 +298,9 @@ async def test_a_row_that_is_not_what_was_written_is_named_and_the_rest_stays_re
     (payload, *_) = [row["payload"] for row in await rows_of(store_url, tables.entries)]
     damaged = b"" if ":sha256" in statement else payload[:25] + bytes((payload[25] ^ 1,)) + payload[26:]
     values = {"bytes": damaged, "sha256": hashlib.sha256(damaged).hexdigest()}
-    await run_sql(store_url, statement, **{name: value for name, value in values.items() if f":{name}" in statement})
+    await run_sql(
+        store_url, statement, **{name: value for name, value in values.items() if f":{name}" in statement}
+    )
 
     with pytest.raises(CorruptEntryError, match=f"model call call-1 of rollout rollout-1: .*{says}"):
         await store.source.freeze("rollout-1")
@@ -276,9 +316,10 @@ def test_any_damage_to_a_payload_is_a_corruption_error(cut: int, flip: int) -> N
     with pytest.raises(CorruptEntryError, match="call-1"):
         unpack_entry(bytes(damaged), packed.sha256, rollout_id="rollout-1", model_call_id="call-1")
     # Even when somebody recomputes the hash, a named error or a readable entry is all that may come of it.
-    try:
+    with contextlib.suppress(CorruptEntryError):
         unpack_entry(
-            bytes(damaged), hashlib.sha256(damaged).hexdigest(), rollout_id="rollout-1", model_call_id="call-1"
+            bytes(damaged),
+            hashlib.sha256(damaged).hexdigest(),
+            rollout_id="rollout-1",
+            model_call_id="call-1",
         )
-    except CorruptEntryError as corrupt:
-        assert "call-1" in str(corrupt)

@@ -23,7 +23,12 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from tests.store.rows import rows_of
 from tests.support.entries import make_entry
 from tokencustody import CaptureStore, SqlTokenSink, SqlTokenSource, open_store
-from tokencustody.errors import InvalidRecordError, PayloadConflictError, StoreClosedError, StoreUnavailableError
+from tokencustody.errors import (
+    InvalidRecordError,
+    PayloadConflictError,
+    StoreClosedError,
+    StoreUnavailableError,
+)
 from tokencustody.sql import faults as faults_module
 from tokencustody.sql import tables
 from tokencustody.sql.engine import open_engines
@@ -108,7 +113,9 @@ async def test_a_real_conflict_whose_answer_was_lost_is_recorded_once(
     assert len(await rows_of(store_url, tables.failures)) == 1
 
 
-async def test_a_removal_whose_answer_was_lost_still_says_what_it_removed(store: CaptureStore, faults: Points) -> None:
+async def test_a_removal_whose_answer_was_lost_still_says_what_it_removed(
+    store: CaptureStore, faults: Points
+) -> None:
     for remove in (store.source.retire, store.source.delete):
         await store.source.delete(["rollout-1"])
         await store.sink.put(make_entry())
@@ -127,7 +134,9 @@ async def test_retries_end_at_the_deadline_with_the_last_cause(store_url: str, f
     async with open_store(store_url, deadline=1.0) as store:
         await store.source.freeze("another-rollout")
         faults["before commit"] = failing(10_000, serialization_failure)
-        with pytest.raises(StoreUnavailableError, match=r"not available after \d+ tries: DriverError") as gave_up:
+        with pytest.raises(
+            StoreUnavailableError, match=r"not available after \d+ tries: DriverError"
+        ) as gave_up:
             await store.sink.put(make_entry())
         assert isinstance(gave_up.value.__cause__, DBAPIError)
         faults.clear()
@@ -148,7 +157,9 @@ async def test_an_error_of_ours_is_not_retried(store: CaptureStore, faults: Poin
     assert tries == 1
 
 
-async def test_a_killed_connection_is_replaced_and_the_write_succeeds(postgres_url: str, faults: Points) -> None:
+async def test_a_killed_connection_is_replaced_and_the_write_succeeds(
+    postgres_url: str, faults: Points
+) -> None:
     async with open_store(postgres_url) as store:
         await store.sink.put(make_entry())
 
@@ -242,7 +253,9 @@ def test_each_sqlstate_of_the_table_means_what_the_table_says(sqlstate: str, fau
 
 
 @pytest.mark.parametrize(("code", "fault"), SQLITE_CODES.items())
-def test_each_sqlite_code_of_the_table_and_its_extensions_mean_what_the_table_says(code: int, fault: Fault) -> None:
+def test_each_sqlite_code_of_the_table_and_its_extensions_mean_what_the_table_says(
+    code: int, fault: Fault
+) -> None:
     for extended in (code, code | 1 << 8, code | 2 << 8):
         assert classify(OperationalError("SELECT", {}, DriverError(sqlite_errorcode=extended))) is fault
 
@@ -260,7 +273,9 @@ def test_the_statement_and_its_parameters_stay_out_of_the_error() -> None:
     assert not {"INSERT", "token ids", "s3cret"} & set(said.split())
 
 
-async def test_stores_of_one_loop_on_one_url_share_one_engine_that_closes_with_the_last(store_url: str) -> None:
+async def test_stores_of_one_loop_on_one_url_share_one_engine_that_closes_with_the_last(
+    store_url: str,
+) -> None:
     sink, source = SqlTokenSink(store_url), SqlTokenSource(store_url)
     assert open_engines() == []  # a constructor opens nothing
     await sink.put(make_entry())

@@ -16,12 +16,13 @@ options, are those of `tokencustody.store`; token lists are handed over, not cop
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from tokencustody import errors, records, store
+from tokencustody.sql.codec import construct
 
 try:
     from nemo_gym.token_id_capture import (
@@ -89,7 +90,7 @@ class SqlTokenSink(store.SqlTokenSink):
                 f"entry must be nemo_gym's TokenEntry, not {type(entry).__name__}"
             )
         # Nothing is checked here: the store validates what it is given.
-        own = _rebuilt(records.TokenEntry, dict(entry))
+        own = construct(records.TokenEntry, dict(entry))
         with _gym_errors():
             await super().put(own)
 
@@ -145,13 +146,4 @@ def _gym_entry(entry: records.TokenEntry) -> TokenEntry:
         **dict(entry),
         "parent_resolution": None if resolution is None else ParentResolutionStatus(resolution),
     }
-    return _rebuilt(TokenEntry, fields)
-
-
-def _rebuilt(model: Any, fields: Mapping[str, Any]) -> Any:
-    """Return an unchecked entry of class `model` that shares the values of `fields`, the unknown ones too."""
-    declared = model.model_fields
-    entry = model.model_construct(**{name: value for name, value in fields.items() if name in declared})
-    # Not as arguments: an unknown field may be called `cls`.
-    entry.model_extra.update({name: value for name, value in fields.items() if name not in declared})
-    return entry
+    return construct(TokenEntry, fields)

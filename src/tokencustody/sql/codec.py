@@ -10,8 +10,8 @@ Layout, codec version 1, all integers little-endian:
     8 bytes     number of generated ids, which is also the number of log probabilities
     then        prompt ids, generated ids, log probabilities (float64), and the other fields as one JSON object
 
-The SHA-256 of these bytes is the identity of the payload. The JSON keeps the order in which the writer gave its keys, so
-what is read prints like what was written.
+The SHA-256 of these bytes is the identity of the payload. The JSON keeps the order in
+which the writer gave its keys, so what is read prints like what was written.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ import sys
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry
+
+Entry = TypeVar("Entry", bound=BaseModel)
 
 CODEC_VERSION = 1
 
@@ -58,7 +60,7 @@ def validated(entry: TokenEntry) -> TokenEntry:
     try:
         checked = TokenEntry.model_validate(dict(entry))
     except ValidationError as exc:
-        raise InvalidRecordError(f"model call {str(entry.model_call_id)[:512]!r}: {_first_problem(exc)}") from None
+        raise InvalidRecordError(_first_problem(exc)) from None
     for field in ("cum_len", "continuation_context_len", "fingerprint_version"):
         value = getattr(checked, field)
         if value is not None and not 0 <= value <= _MAX_COLUMN_INT:
@@ -95,15 +97,19 @@ def unpack_entry(payload: bytes, sha256: str, *, rollout_id: str, model_call_id:
     """
     where = f"model call {model_call_id} of rollout {rollout_id}"
     if hashlib.sha256(payload).hexdigest() != sha256:
-        raise CorruptEntryError(f"{where}: the stored payload does not match its SHA-256; restore it from a backup")
+        raise CorruptEntryError(
+            f"{where}: the stored payload does not match its SHA-256; restore it from a backup"
+        )
     try:
         fields = _unpack_fields(payload)
-        # The hash proves that these are the bytes of a validated entry; validating each token again proves nothing more.
-        entry = TokenEntry.model_construct(**fields)
+        # The hash proves that these are the bytes of a validated entry; validating again proves nothing more.
+        entry = construct(TokenEntry, fields)
     except (ValueError, struct.error, KeyError, TypeError, RecursionError) as exc:
         raise CorruptEntryError(f"{where}: the stored payload does not decode: {exc}") from exc
     if (entry.rollout_id, entry.model_call_id) != (rollout_id, model_call_id):
-        raise CorruptEntryError(f"{where}: the stored payload belongs to another call; the row was copied or edited")
+        raise CorruptEntryError(
+            f"{where}: the stored payload belongs to another call; the row was copied or edited"
+        )
     return entry
 
 
@@ -116,6 +122,15 @@ def differing_fields(first: TokenEntry, second: TokenEntry) -> list[str]:
         for name in fields_of_first.keys() | fields_of_second.keys()
         if repr(fields_of_first.get(name)) != repr(fields_of_second.get(name))
     )
+
+
+def construct(model: type[Entry], fields: Mapping[str, Any]) -> Entry:
+    """Return an unchecked instance of `model` that shares the values of `fields`, the unknown ones too."""
+    declared = model.model_fields
+    entry = model.model_construct(**{name: fields[name] for name in fields if name in declared})
+    # Not as arguments: an unknown field may be called `cls`.
+    (entry.model_extra or {}).update({name: fields[name] for name in fields if name not in declared})
+    return entry
 
 
 def _first_problem(exc: ValidationError) -> str:
@@ -174,13 +189,17 @@ def _require_json(value: Any, path: str) -> None:
                 try:
                     value.encode()
                 except UnicodeEncodeError:
-                    raise InvalidRecordError(f"{path}: the text has a lone surrogate, which UTF-8 cannot carry") from None
+                    raise InvalidRecordError(
+                        f"{path}: the text has a lone surrogate, which UTF-8 cannot carry"
+                    ) from None
             case list():
                 pending += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
             case dict():
                 for key, item in value.items():
                     if not isinstance(key, str):
-                        raise InvalidRecordError(f"{path}: the key {key!r} is {type(key).__name__}; JSON keys are strings")
+                        raise InvalidRecordError(
+                            f"{path}: the key {key!r} is {type(key).__name__}; JSON keys are strings"
+                        )
                     pending += [(f"{path} key", key), (f"{path}.{key}", item)]
             case _:
                 raise InvalidRecordError(
@@ -197,7 +216,11 @@ def _unpack_fields(payload: bytes) -> dict[str, Any]:
         raise ValueError(f"unknown JSON dialect {dialect}")
     offset = _HEADER.size
     columns: list[list[Any]] = []
-    for code, count in ((_TYPECODES[width], prompt_len), (_TYPECODES[width], generation_len), ("d", generation_len)):
+    for code, count in (
+        (_TYPECODES[width], prompt_len),
+        (_TYPECODES[width], generation_len),
+        ("d", generation_len),
+    ):
         column = array(code)
         end = offset + count * column.itemsize
         if end > len(payload):

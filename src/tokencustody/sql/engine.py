@@ -85,7 +85,9 @@ async def release(key: EngineKey, engines: Engines) -> None:
 
 def open_engines() -> list[Engines]:
     """Return the engines of this process that are open now, in any loop that still runs."""
-    return [engines for loop, of_loop in _shared.items() if not loop.is_closed() for engines in of_loop.values()]
+    return [
+        engines for loop, of_loop in _shared.items() if not loop.is_closed() for engines in of_loop.values()
+    ]
 
 
 def migration_engine(url: DatabaseUrl) -> AsyncEngine:
@@ -103,7 +105,9 @@ def _make(key: EngineKey) -> Engines:
             writer=_sqlite_engine(url, deadline, begin="BEGIN IMMEDIATE", pool_size=1, **pool),
             reader=_sqlite_engine(url, deadline, begin="BEGIN", pool_size=key.pool_size, **pool),
         )
-    engine = _postgresql_engine(url, deadline, isolation_level="SERIALIZABLE", pool_size=key.pool_size, **pool)
+    engine = _postgresql_engine(
+        url, deadline, isolation_level="SERIALIZABLE", pool_size=key.pool_size, **pool
+    )
     return Engines(writer=engine, reader=engine)
 
 
@@ -137,7 +141,11 @@ def _sqlite_engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: 
 
 def _postgresql_engine(url: DatabaseUrl, deadline: float, **options: Any) -> AsyncEngine:
     cache = {} if url.statement_cache_size is None else {"statement_cache_size": url.statement_cache_size}
-    prepared = {} if url.statement_cache_size is None else {"prepared_statement_cache_size": url.statement_cache_size}
+    prepared = (
+        {}
+        if url.statement_cache_size is None
+        else {"prepared_statement_cache_size": url.statement_cache_size}
+    )
 
     connect: Callable[..., Any] = asyncpg.connect
 
@@ -146,7 +154,9 @@ def _postgresql_engine(url: DatabaseUrl, deadline: float, **options: Any) -> Asy
             url.dsn,
             timeout=min(deadline, url.connect_timeout or deadline),
             command_timeout=deadline,
-            server_settings={"application_name": "tokencustody"} if "application_name=" not in url.dsn else None,
+            server_settings={"application_name": "tokencustody"}
+            if "application_name=" not in url.dsn
+            else None,
             **cache,
         )
 

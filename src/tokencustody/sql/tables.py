@@ -143,7 +143,9 @@ entries = Table(
     CheckConstraint("cum_len >= 0", name="ck_entries_cum_len"),
     CheckConstraint("continuation_context_len >= 0", name="ck_entries_continuation_context_len"),
     CheckConstraint("token_width IN (2, 4, 8)", name="ck_entries_token_width"),
-    CheckConstraint("parent_resolution IN ('root', 'resolved', 'unresolved')", name="ck_entries_parent_resolution"),
+    CheckConstraint(
+        "parent_resolution IN ('root', 'resolved', 'unresolved')", name="ck_entries_parent_resolution"
+    ),
     CheckConstraint("length(payload_sha256) = 64", name="ck_entries_payload_sha256"),
     Index("ix_entries_continuation_fingerprint", "run", "rollout_id", "continuation_fingerprint"),
 )

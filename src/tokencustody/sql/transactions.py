@@ -1,7 +1,7 @@
 """The doors to the database. Nothing else in this library begins or commits a transaction.
 
-`read` runs on a snapshot and cannot write. `write` is for a call's own rows. `lifecycle` is for freeze, drop, retire and
-delete, which first lock a fence exclusively and then read what the fence covers.
+`read` runs on a snapshot and cannot write. `write` is for a call's own rows. `lifecycle` is for freeze, drop, retire
+and delete, which first lock a fence exclusively and then read what the fence covers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -81,9 +80,10 @@ class Database:
             if pid != os.getpid() or loop.is_closed():
                 continue
             releasing = engines_module.release(self._key, engines)
-            if loop is not asyncio.get_running_loop():
-                releasing = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(releasing, loop))
-            await releasing
+            if loop is asyncio.get_running_loop():
+                await releasing
+            else:
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(releasing, loop))
 
     def _engines(self) -> Engines:
         if self._closed:
@@ -127,7 +127,9 @@ class Database:
     ) -> AsyncIterator[AsyncConnection]:
         async with (engines.writer if writes else engines.reader).connect() as connection:
             if not self.url.is_sqlite:
-                options = {"postgresql_readonly": not writes} | ({"isolation_level": isolation} if isolation else {})
+                options = {"postgresql_readonly": not writes} | (
+                    {"isolation_level": isolation} if isolation else {}
+                )
                 await connection.execution_options(**options)
             async with connection.begin():
                 yield connection
@@ -138,10 +140,10 @@ class Database:
         async with engines.checking:
             if engines.checked:
                 return
-            if self.url.is_sqlite and self._creates and await migrate.is_new_sqlite(self.url):
+            if self.url.is_sqlite and await migrate.is_new_sqlite(self.url):
+                if not self._creates:
+                    raise StoreUnavailableError(f"{self.url.display} does not exist or has no tables")
                 await migrate.create_sqlite(self.url)
-            if self.url.is_sqlite and not Path(self.url.dsn).exists():
-                raise StoreUnavailableError(f"{self.url.display} does not exist")
             async with self._transaction(engines, False, None) as connection:
                 await migrate.ensure_current(connection, self.url.display)
             engines.checked = True
@@ -150,4 +152,3 @@ class Database:
 async def _reach(point: str) -> None:
     if (fault := FAULT_POINTS.get(point)) is not None:
         await fault()
-

@@ -53,7 +53,9 @@ def parse_url(url: str | os.PathLike[str]) -> DatabaseUrl:
         return _sqlite(url)
     if scheme in ("sqlite", "sqlite+aiosqlite"):
         if not rest.startswith("/"):
-            raise InvalidRecordError("a SQLite URL is sqlite:///relative/path.db or sqlite:////absolute/path.db")
+            raise InvalidRecordError(
+                "a SQLite URL is sqlite:///relative/path.db or sqlite:////absolute/path.db"
+            )
         if "?" in rest:
             raise InvalidRecordError("a SQLite URL takes no query parameters")
         return _sqlite(rest[1:])
@@ -82,16 +84,34 @@ def _postgresql(url: str) -> DatabaseUrl:
         statement_cache_size = None if cache is None else int(cache)
     except ValueError:
         # The parser's own message may quote the part that holds the password.
-        raise InvalidRecordError("the PostgreSQL URL is malformed; use postgresql://user@host:port/database?sslmode=…") from None
+        raise InvalidRecordError(
+            "the PostgreSQL URL is malformed; use postgresql://user@host:port/database?sslmode=…"
+        ) from None
     kept = {name: value for name, value in query.items() if name not in _IGNORED_BY_ASYNCPG}
     userinfo, _, hostport = parts.netloc.rpartition("@")
-    dsn = f"postgresql://{parts.netloc}{parts.path}" + (f"?{urlencode(kept, quote_via=quote)}" if kept else "")
-    host = query.get("host") or hostport.removesuffix(f":{port}" if port else "") or os.environ.get("PGHOST") or "localhost"
-    database = unquote(parts.path.lstrip("/")) or query.get("dbname") or query.get("database") or os.environ.get("PGDATABASE", "")
+    dsn = f"postgresql://{parts.netloc}{parts.path}" + (
+        f"?{urlencode(kept, quote_via=quote)}" if kept else ""
+    )
+    host = (
+        query.get("host")
+        or hostport.removesuffix(f":{port}" if port else "")
+        or os.environ.get("PGHOST")
+        or "localhost"
+    )
+    database = (
+        unquote(parts.path.lstrip("/"))
+        or query.get("dbname")
+        or query.get("database")
+        or os.environ.get("PGDATABASE", "")
+    )
     shown_port = query.get("port") or (str(port) if port else os.environ.get("PGPORT", "5432"))
     user = unquote(userinfo.partition(":")[0]) or query.get("user", "")
     location = f"host={host}" if host.startswith("/") else ""
     display = f"postgresql://{user + '@' if user else ''}{'' if location else host}:{shown_port}/{database}"
     return DatabaseUrl(
-        "postgresql", dsn, display + (f"?{location}" if location else ""), connect_timeout, statement_cache_size
+        "postgresql",
+        dsn,
+        display + (f"?{location}" if location else ""),
+        connect_timeout,
+        statement_cache_size,
     )

@@ -18,8 +18,8 @@ class SqlStore:
 
     `url` names the database: `sqlite:///captures.db`, a path, or `postgresql://user@host/database`. `run` is the
     namespace of every rollout id, under the same rules as an id. `writer` signs rows instead of `host:pid`. `deadline`
-    is the number of seconds after which retries end in `StoreUnavailableError`. `pool_size` is the number of connections
-    (on SQLite: of readers) that the stores of one process and loop share; with many workers it multiplies.
+    is the number of seconds after which retries end in `StoreUnavailableError`. `pool_size` is the number of
+    connections (on SQLite: of readers) that the stores of one process and loop share; with many workers it multiplies.
     """
 
     _creates = True
@@ -35,7 +35,9 @@ class SqlStore:
     ) -> None:
         self.run = check_rollout_id(run, "run")
         self._writer = writer if writer is None else check_text(writer, "writer")
-        self._database = Database(parse_url(url), deadline=deadline, pool_size=pool_size, creates=self._creates)
+        self._database = Database(
+            parse_url(url), deadline=deadline, pool_size=pool_size, creates=self._creates
+        )
 
     @property
     def written_by(self) -> str:

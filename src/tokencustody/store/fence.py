@@ -1,7 +1,7 @@
 """The fence of a rollout: one row that every write locks, and the versions it goes through.
 
-Writers of calls lock the row in share mode and never change it, so they do not queue behind each other; whatever changes
-the rollout's verdict locks it exclusively. On SQLite, where writes are one at a time, the transaction is the lock.
+Writers of calls lock the row in share mode and never change it, so they do not queue behind each other; whatever
+changes the rollout's verdict locks it exclusively. On SQLite, where writes are one at a time, the transaction is the lock.
 """
 
 from __future__ import annotations
@@ -61,12 +61,16 @@ class Fence:
 
 async def find_fence_txn(connection: AsyncConnection, key: RolloutKey, *, exclusive: bool) -> Fence | None:
     """Lock and return the fence, or return None when the rollout has none."""
-    statement = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(key.of(fences))
+    statement = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(
+        key.of(fences)
+    )
     row = (await connection.execute(statement.with_for_update(read=not exclusive))).one_or_none()
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
 
 
-async def lock_fence_txn(connection: AsyncConnection, key: RolloutKey, stamp: Stamp, *, exclusive: bool) -> Fence:
+async def lock_fence_txn(
+    connection: AsyncConnection, key: RolloutKey, stamp: Stamp, *, exclusive: bool
+) -> Fence:
     """Lock and return the fence, opened at version 0 when the rollout has none."""
     while True:
         fence = await find_fence_txn(connection, key, exclusive=exclusive)
@@ -74,24 +78,36 @@ async def lock_fence_txn(connection: AsyncConnection, key: RolloutKey, stamp: St
             return fence
         opened = await connection.execute(
             insert_if_absent(connection, fences),
-            {**key.columns(), "state": FenceState.OPEN, "version": 0, "incomplete": False, "opened_at": stamp.at},
+            {
+                **key.columns(),
+                "state": FenceState.OPEN,
+                "version": 0,
+                "incomplete": False,
+                "opened_at": stamp.at,
+            },
         )
         if opened.rowcount:
             # An event id of its own: the event that opened the fence on the way has its row too.
-            await _add_version_txn(connection, key, 0, VersionEvent.OPEN, stamp.by, stamp.at, f"{stamp.event_id}-open")
+            await _add_version_txn(
+                connection, key, 0, VersionEvent.OPEN, stamp.by, stamp.at, f"{stamp.event_id}-open"
+            )
 
 
 def refuse_if_frozen(fence: Fence, key: RolloutKey, what: str) -> None:
     """Raise TokenCaptureFrozenError or TokenCaptureRetiredError unless the fence is open."""
     refuse_if_retired(fence, key, what)
     if fence.state is FenceState.FROZEN:
-        raise TokenCaptureFrozenError(f"rollout {key.rollout_id} of run {key.run} is frozen: {what} came too late; drop it")
+        raise TokenCaptureFrozenError(
+            f"rollout {key.rollout_id} of run {key.run} is frozen: {what} came too late; drop it"
+        )
 
 
 def refuse_if_retired(fence: Fence, key: RolloutKey, what: str) -> None:
     """Raise TokenCaptureRetiredError when the rollout is retired."""
     if fence.state is FenceState.RETIRED:
-        raise TokenCaptureRetiredError(f"rollout {key.rollout_id} of run {key.run} is retired: {what} came too late; drop it")
+        raise TokenCaptureRetiredError(
+            f"rollout {key.rollout_id} of run {key.run} is retired: {what} came too late; drop it"
+        )
 
 
 async def happened_txn(connection: AsyncConnection, key: RolloutKey, stamp: Stamp) -> bool:
@@ -137,7 +153,9 @@ async def fail_txn(
     differing: str = "",
 ) -> None:
     """Mark an exclusively locked rollout incomplete, with the evidence in `failures`."""
-    version = await advance_txn(connection, key, fence, event, stamp, model_call_id=model_call_id, incomplete=True)
+    version = await advance_txn(
+        connection, key, fence, event, stamp, model_call_id=model_call_id, incomplete=True
+    )
     await connection.execute(
         insert(failures),
         {

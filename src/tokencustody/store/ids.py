@@ -23,7 +23,7 @@ def check_rollout_id(rollout_id: str, field: str = "rollout_id") -> str:
 
 
 def check_call_id(model_call_id: str, field: str = "model_call_id") -> str:
-    """Return the id if it is 1 to 512 characters without NUL and lone surrogates; raise InvalidRecordError otherwise."""
+    """Return the id if it is 1 to 512 characters without NUL or lone surrogates; InvalidRecordError otherwise."""
     check_text(model_call_id, field)
     if not 1 <= len(model_call_id) <= _LONGEST_CALL_ID:
         raise InvalidRecordError(
@@ -52,7 +52,9 @@ def check_batch(rollout_ids: Sequence[str]) -> list[str]:
     """
     if isinstance(rollout_ids, str | bytes) or not isinstance(rollout_ids, Sequence):
         raise TypeError(f"rollout_ids must be a sequence of ids, not {type(rollout_ids).__name__}")
-    return list(dict.fromkeys(check_rollout_id(rid, f"rollout_ids[{i}]") for i, rid in enumerate(rollout_ids)))
+    return list(
+        dict.fromkeys(check_rollout_id(rid, f"rollout_ids[{i}]") for i, rid in enumerate(rollout_ids))
+    )
 
 
 def _shown(text: str) -> str:

@@ -30,12 +30,14 @@ class SqlLineageStore(SqlStore):
     async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
         """Return whether the request is a root, continues one proven call, or cannot be resolved and why.
 
-        Raises InvalidRecordError for items that cannot be hashed, LineageError for a parent whose tokens do not have its
-        recorded digest, CorruptEntryError for one whose stored bytes are not those that were written.
+        Raises InvalidRecordError for items that cannot be hashed, LineageError for a parent whose tokens do not have
+        its recorded digest, CorruptEntryError for one whose stored bytes are not those that were written.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         if not isinstance(request_items, list | tuple):
-            raise InvalidRecordError(f"request_items must be a list of items, not {type(request_items).__name__}")
+            raise InvalidRecordError(
+                f"request_items must be a list of items, not {type(request_items).__name__}"
+            )
         try:
             fingerprint = assistant_fingerprint(request_items)
         except ValueError as exc:
@@ -60,7 +62,9 @@ class SqlLineageStore(SqlStore):
 def _candidates(key: RolloutKey, fingerprint: str) -> Any:
     call = entries.c
     conflicting = exists().where(
-        key.of(failures), failures.c.kind == FailureKind.CONFLICT, failures.c.model_call_id == call.model_call_id
+        key.of(failures),
+        failures.c.kind == FailureKind.CONFLICT,
+        failures.c.model_call_id == call.model_call_id,
     )
     return select(
         call.model_call_id,
@@ -100,10 +104,11 @@ def _in_order(rows: Sequence[Any], model_call_id: str) -> list[TokenEntry]:
     """Return the chain's entries from the one with a full prompt, as far as it was found, down to the call."""
     by_id = {row.model_call_id: row for row in rows}
     chain: list[TokenEntry] = []
-    next_id: str | None = model_call_id
-    while next_id in by_id:
-        row = by_id.pop(next_id)
-        entry = unpack_entry(row.payload, row.payload_sha256, rollout_id=row.rollout_id, model_call_id=next_id)
+    row = by_id.pop(model_call_id, None)
+    while row is not None:
+        entry = unpack_entry(
+            row.payload, row.payload_sha256, rollout_id=row.rollout_id, model_call_id=row.model_call_id
+        )
         chain.append(entry)
-        next_id = entry.parent_call_id if entry.prompt_is_delta else None
+        row = by_id.pop(entry.parent_call_id or "", None) if entry.prompt_is_delta else None
     return chain[::-1]

@@ -46,7 +46,12 @@ class SqlTokenSink(SqlStore):
         check_call_id(entry.model_call_id)
         packed = pack_entry(entry)
         stamp = Stamp.make(now(), self.written_by)
-        row = {**key.columns(), **_audit_columns(entry, packed), "committed_at": stamp.at, "written_by": stamp.by}
+        row = {
+            **key.columns(),
+            **_audit_columns(entry, packed),
+            "committed_at": stamp.at,
+            "written_by": stamp.by,
+        }
 
         async def store(connection: AsyncConnection) -> bool:
             fence = await lock_fence_txn(connection, key, stamp, exclusive=False)
@@ -59,7 +64,8 @@ class SqlTokenSink(SqlStore):
                     key.of(entries), entries.c.model_call_id == entry.model_call_id
                 )
             )
-            return found.scalar_one() == packed.sha256
+            held: str = found.scalar_one()
+            return held == packed.sha256
 
         async def record_conflict(connection: AsyncConnection) -> list[str] | None:
             fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
@@ -73,7 +79,10 @@ class SqlTokenSink(SqlStore):
             if first is None or first.payload_sha256 == packed.sha256:
                 return None
             held = unpack_entry(
-                first.payload, first.payload_sha256, rollout_id=key.rollout_id, model_call_id=entry.model_call_id
+                first.payload,
+                first.payload_sha256,
+                rollout_id=key.rollout_id,
+                model_call_id=entry.model_call_id,
             )
             fields = differing_fields(held, entry)
             if not await happened_txn(connection, key, stamp):
@@ -113,7 +122,9 @@ class SqlTokenSink(SqlStore):
         async def announce(connection: AsyncConnection) -> None:
             fence = await lock_fence_txn(connection, key, stamp, exclusive=False)
             refuse_if_frozen(fence, key, f"the intent of call {model_call_id}")
-            await connection.execute(insert_if_absent(connection, intents), _intent(key, model_call_id, stamp))
+            await connection.execute(
+                insert_if_absent(connection, intents), _intent(key, model_call_id, stamp)
+            )
 
         await self._database.write(announce)
 
@@ -132,13 +143,19 @@ class SqlTokenSink(SqlStore):
         async def refuse(connection: AsyncConnection) -> str:
             fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
             refuse_if_frozen(fence, key, f"the refusal of call {model_call_id}")
-            found = (await connection.execute(select(intents.c.refusal_code).where(this_intent))).one_or_none()
+            found = (
+                await connection.execute(select(intents.c.refusal_code).where(this_intent))
+            ).one_or_none()
             if found is None:
                 await connection.execute(insert(intents), _intent(key, model_call_id, stamp))
             held: str | None = None if found is None else found.refusal_code
             if held is None:
-                await connection.execute(update(intents).where(this_intent).values(refusal_code=code, refused_at=stamp.at))
-                await advance_txn(connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id)
+                await connection.execute(
+                    update(intents).where(this_intent).values(refusal_code=code, refused_at=stamp.at)
+                )
+                await advance_txn(
+                    connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id
+                )
                 return code
             if held != code and not await happened_txn(connection, key, stamp):
                 await fail_txn(
@@ -177,7 +194,13 @@ class SqlTokenSink(SqlStore):
                 return
             refuse_if_retired(fence, key, f"the mark for call {model_call_id or '(unnamed)'}")
             await fail_txn(
-                connection, key, fence, VersionEvent.MARK, FailureKind.MARK, stamp, model_call_id=model_call_id
+                connection,
+                key,
+                fence,
+                VersionEvent.MARK,
+                FailureKind.MARK,
+                stamp,
+                model_call_id=model_call_id,
             )
 
         await self._database.write(mark)

@@ -13,7 +13,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from tokencustody.errors import InvalidRecordError
 from tokencustody.protocols import CallRefusal, RolloutRemovalPayload, TokenCaptureSnapshot
 from tokencustody.sql.codec import unpack_entry
-from tokencustody.sql.tables import FenceState, VersionEvent, entries, failures, fences, intents, snapshot_versions
+from tokencustody.sql.tables import (
+    FenceState,
+    VersionEvent,
+    entries,
+    failures,
+    fences,
+    intents,
+    snapshot_versions,
+)
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.fence import (
     RolloutKey,
@@ -50,8 +58,8 @@ class SqlTokenSource(SqlStore):
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Raise the fence and return everything that was stored before it.
 
-        No put, begin_call or refuse_call that returned success, on any host, ever lies after it. Freezing again returns the
-        same snapshot id, and the same version unless the rollout was marked since. A rollout without calls gives an
+        No put, begin_call or refuse_call that returned success, on any host, ever lies after it. Freezing again returns
+        the same snapshot id, and the same version unless the rollout was marked since. A rollout without calls gives an
         empty snapshot. Raises TokenCaptureRetiredError for a retired rollout, CorruptEntryError naming the first call
         whose stored bytes are not those that were written.
         """
@@ -77,7 +85,9 @@ class SqlTokenSource(SqlStore):
                     frozen_at=stamp.at,
                 )
             calls = await connection.execute(
-                select(entries.c.model_call_id, entries.c.payload, entries.c.payload_sha256).where(key.of(entries))
+                select(entries.c.model_call_id, entries.c.payload, entries.c.payload_sha256).where(
+                    key.of(entries)
+                )
             )
             refused = await connection.execute(
                 select(intents.c.model_call_id, intents.c.refusal_code)
@@ -126,7 +136,13 @@ class SqlTokenSource(SqlStore):
                 return False
             await _remove_records_txn(connection, key)
             await advance_txn(
-                connection, key, fence, VersionEvent.DROP, stamp, state=FenceState.RETIRED, retired_at=stamp.at
+                connection,
+                key,
+                fence,
+                VersionEvent.DROP,
+                stamp,
+                state=FenceState.RETIRED,
+                retired_at=stamp.at,
             )
             return True
 
@@ -135,8 +151,8 @@ class SqlTokenSource(SqlStore):
     async def retire(self, rollout_ids: Sequence[str]) -> RolloutRemovalPayload:
         """Remove the records of rollouts in any state and keep their fences. Repeating it is a no-op.
 
-        All ids are checked before anything changes: TypeError for a bare string, InvalidRecordError for an id outside the
-        rules. Each rollout is retired in a transaction of its own.
+        All ids are checked before anything changes: TypeError for a bare string, InvalidRecordError for an id outside
+        the rules. Each rollout is retired in a transaction of its own.
         """
 
         async def retire_one(connection: AsyncConnection, key: RolloutKey, stamp: Stamp) -> bool:
@@ -145,7 +161,13 @@ class SqlTokenSource(SqlStore):
                 return False
             removed = await _remove_records_txn(connection, key)
             await advance_txn(
-                connection, key, fence, VersionEvent.RETIRE, stamp, state=FenceState.RETIRED, retired_at=stamp.at
+                connection,
+                key,
+                fence,
+                VersionEvent.RETIRE,
+                stamp,
+                state=FenceState.RETIRED,
+                retired_at=stamp.at,
             )
             return removed > 0
 
