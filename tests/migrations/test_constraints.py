@@ -1,0 +1,206 @@
+"""Every constraint that is declared really holds in a migrated database."""
+
+from __future__ import annotations
+
+import sqlite3
+from datetime import UTC, datetime
+from typing import Any
+
+import asyncpg
+import pytest
+from sqlalchemy import (
+    CheckConstraint,
+    ForeignKeyConstraint,
+    PrimaryKeyConstraint,
+    Table,
+    UniqueConstraint,
+    insert,
+)
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tokencustody.sql import tables
+from tokencustody.sql.transactions import Database
+from tokencustody.sql.url import parse_url
+
+MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+KEY = {"run": "run", "rollout_id": "rollout"}
+CALL = {**KEY, "model_call_id": "call"}
+
+# One valid row of each table, in an order that foreign keys allow.
+VALID: dict[str, dict[str, Any]] = {
+    "fences": {**KEY, "state": "open", "version": 0, "incomplete": False, "opened_at": MOMENT},
+    "entries": {
+        **CALL,
+        "model": "model",
+        "prompt_len": 0,
+        "generation_len": 0,
+        "token_width": 2,
+        "parent_resolution_reason": "",
+        "prompt_is_delta": False,
+        "continuation_fingerprint": "",
+        "continuation_context_len": 0,
+        "continuation_context_digest": "",
+        "committed_at": MOMENT,
+        "written_by": "writer",
+        "payload": b"",
+        "payload_sha256": "0" * 64,
+    },
+    "intents": {**CALL, "begun_at": MOMENT, "written_by": "writer"},
+    "failures": {
+        **CALL,
+        "version": 1,
+        "kind": "mark",
+        "differing_fields": "",
+        "recorded_at": MOMENT,
+        "written_by": "writer",
+    },
+    "snapshot_versions": {
+        **CALL,
+        "version": 0,
+        "event": "open",
+        "event_id": "event",
+        "recorded_at": MOMENT,
+        "written_by": "writer",
+    },
+    # Stamped by the migrations, so it is there from the start.
+    "wire_schema": {"name": "fingerprint", "version": 2},
+}
+
+STORED = [row for row in VALID.items() if row[0] != "wire_schema"]
+
+ELSEWHERE = {"rollout_id": "rollout-without-a-fence"}
+
+# Constraint, and what turns the table's valid row into one that it must refuse.
+VIOLATIONS: list[tuple[str, str, dict[str, Any]]] = [
+    ("fences", "pk_fences", {}),
+    ("fences", "ck_fences_state", {"rollout_id": "other", "state": "closed"}),
+    ("fences", "ck_fences_state", {"rollout_id": "other", "state": "OPEN"}),
+    ("fences", "ck_fences_version", {"rollout_id": "other", "version": -1}),
+    ("fences", "ck_fences_frozen_has_snapshot", {"rollout_id": "other", "state": "frozen"}),
+    ("entries", "pk_entries", {}),
+    ("entries", "fk_entries_fence", ELSEWHERE),
+    ("entries", "fk_entries_fence", {"run": "other-run"}),
+    ("entries", "ck_entries_prompt_len", {"model_call_id": "other", "prompt_len": -1}),
+    ("entries", "ck_entries_generation_len", {"model_call_id": "other", "generation_len": -1}),
+    ("entries", "ck_entries_cum_len", {"model_call_id": "other", "cum_len": -1}),
+    (
+        "entries",
+        "ck_entries_continuation_context_len",
+        {"model_call_id": "other", "continuation_context_len": -1},
+    ),
+    ("entries", "ck_entries_token_width", {"model_call_id": "other", "token_width": 3}),
+    ("entries", "ck_entries_parent_resolution", {"model_call_id": "other", "parent_resolution": "guessed"}),
+    ("entries", "ck_entries_payload_sha256", {"model_call_id": "other", "payload_sha256": "0" * 63}),
+    ("intents", "pk_intents", {}),
+    ("intents", "fk_intents_fence", ELSEWHERE),
+    ("intents", "ck_intents_refusal", {"model_call_id": "other", "refusal_code": "code"}),
+    ("intents", "ck_intents_refusal", {"model_call_id": "other", "refused_at": MOMENT}),
+    ("failures", "pk_failures", {}),
+    ("failures", "fk_failures_fence", ELSEWHERE),
+    ("failures", "ck_failures_kind", {"version": 2, "kind": "open"}),
+    ("failures", "ck_failures_version", {"version": 0}),
+    ("snapshot_versions", "pk_snapshot_versions", {"event_id": "other"}),
+    ("snapshot_versions", "uq_snapshot_versions_event_id", {"version": 1}),
+    ("snapshot_versions", "fk_snapshot_versions_fence", ELSEWHERE),
+    ("snapshot_versions", "ck_snapshot_versions_event", {"version": 1, "event_id": "other", "event": "put"}),
+    ("snapshot_versions", "ck_snapshot_versions_version", {"version": -1, "event_id": "other"}),
+    ("wire_schema", "pk_wire_schema", {}),
+    ("wire_schema", "ck_wire_schema_version", {"name": "other", "version": 0}),
+]
+
+REQUIRED = [
+    (table.name, column.name)
+    for table in tables.metadata.tables.values()
+    for column in table.columns
+    if not column.nullable
+]
+
+
+async def insert_rows(url: str, *rows: tuple[str, dict[str, Any]]) -> None:
+    """Insert rows in one transaction, by the door that the stores use."""
+
+    async def work(connection: AsyncConnection) -> None:
+        for name, row in rows:
+            await connection.execute(insert(tables.metadata.tables[name]), row)
+
+    database = Database(parse_url(url))
+    try:
+        await database.write(work)
+    finally:
+        await database.close()
+
+
+def refused_by(error: IntegrityError) -> str:
+    """Return what the driver says of the constraint that refused a row."""
+    cause = error.orig
+    if isinstance(cause, sqlite3.Error):
+        return str(cause)
+    native = getattr(cause, "__cause__", None)
+    assert isinstance(native, asyncpg.PostgresError)
+    return f"{native.constraint_name} {native.column_name}"
+
+
+def sqlite_wording(table: Table, constraint: str) -> str:
+    """Return SQLite's wording, which has no names of foreign keys and of unique constraints."""
+    found = next(each for each in table.constraints if each.name == constraint)
+    match found:
+        case CheckConstraint():
+            return f"CHECK constraint failed: {constraint}"
+        case ForeignKeyConstraint():
+            return "FOREIGN KEY constraint failed"
+        case PrimaryKeyConstraint() | UniqueConstraint():
+            columns = ", ".join(f"{table.name}.{name}" for name in found.columns.keys())  # noqa: SIM118 - a collection of columns
+            return f"UNIQUE constraint failed: {columns}"
+    raise AssertionError(found)
+
+
+def test_every_constraint_has_a_row_that_violates_it() -> None:
+    declared = {
+        (table.name, constraint.name)
+        for table in tables.metadata.tables.values()
+        for constraint in table.constraints
+    }
+    assert {(table, constraint) for table, constraint, _ in VIOLATIONS} == declared
+    assert VALID.keys() == tables.metadata.tables.keys()
+
+
+@pytest.mark.parametrize(
+    ("table", "constraint", "change"),
+    VIOLATIONS,
+    ids=[f"{constraint}-{'-'.join(change)}" for _, constraint, change in VIOLATIONS],
+)
+async def test_the_named_constraint_refuses_the_row(
+    store_url: str, table: str, constraint: str, change: dict[str, Any]
+) -> None:
+    await insert_rows(store_url, *STORED)
+    with pytest.raises(IntegrityError) as refused:
+        await insert_rows(store_url, (table, VALID[table] | change))
+    said = refused_by(refused.value)
+    if store_url.startswith("sqlite"):
+        assert said == sqlite_wording(tables.metadata.tables[table], constraint)
+    else:
+        assert said.startswith(f"{constraint} ")
+
+
+async def test_each_required_column_refuses_null(store_url: str) -> None:
+    for table, column in REQUIRED:
+        before = [row for row in VALID.items() if row[0] == "fences" != table]
+        with pytest.raises(IntegrityError) as refused:
+            await insert_rows(store_url, *before, (table, VALID[table] | {column: None}))
+        said = refused_by(refused.value)
+        assert said in (f"NOT NULL constraint failed: {table}.{column}", f"None {column}")
+
+
+async def test_a_fence_stays_while_records_belong_to_it(store_url: str) -> None:
+    await insert_rows(store_url, *STORED)
+    database = Database(parse_url(store_url))
+
+    async def remove(connection: AsyncConnection) -> None:
+        await connection.execute(tables.fences.delete())
+
+    try:
+        with pytest.raises(IntegrityError):
+            await database.write(remove)
+    finally:
+        await database.close()

@@ -1,0 +1,102 @@
+"""`tokencustody db`, as a person or a script uses it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.migrations import probes
+from tokencustody.cli.db import db
+from tokencustody.errors import StoreUnavailableError
+from tokencustody.sql import migrate
+from tokencustody.sql.url import parse_url
+
+
+def run(*arguments: str, code: int = 0, typed: str | None = None, **environment: str) -> Result:
+    result = CliRunner().invoke(db, arguments, input=typed, env={"TOKENCUSTODY_URL": None, **environment})
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def test_upgrade_says_from_where_to_where(empty_url: str) -> None:
+    shown = parse_url(empty_url).display
+    assert run("upgrade", "--url", empty_url).output.splitlines() == [
+        *(f"applied {revision}" for revision in migrate.REVISIONS),
+        f"{shown}: base → {migrate.HEAD}",
+    ]
+    assert run("upgrade", "--url", empty_url).output == f"{shown}: already at {migrate.HEAD}\n"
+
+
+def test_current_and_check_follow_the_database(empty_url: str) -> None:
+    shown = parse_url(empty_url).display
+    assert "no tokencustody tables" in run("current", "--url", empty_url).output
+    assert shown in run("check", "--url", empty_url, code=1).output
+    run("upgrade", TOKENCUSTODY_URL=empty_url)
+    assert (
+        run("current", "--url", empty_url).output
+        == f"{shown}: {migrate.HEAD} (this library: {migrate.HEAD})\n"
+    )
+    assert (
+        run("check", "--url", empty_url).output
+        == f"{shown}: at {migrate.HEAD}, tables and wire schemas equal\n"
+    )
+
+
+def test_check_lists_every_difference(empty_url: str) -> None:
+    migrate.upgrade(empty_url)
+    probes.run_script(empty_url, "ALTER TABLE intents ADD COLUMN extra TEXT; DELETE FROM wire_schema")
+    lines = run("check", "--url", empty_url, code=1).output.splitlines()[1:]
+    assert [line.strip() for line in lines] == migrate.check(empty_url)
+    assert len(lines) == 1 + len(migrate.WIRE_SCHEMAS)
+
+
+def test_json_says_the_same(empty_url: str) -> None:
+    shown = parse_url(empty_url).display
+    before = json.loads(run("current", "--json", "--url", empty_url).output)
+    assert before == {"url": shown, "revision": None, "head": migrate.HEAD}
+    refused = json.loads(run("check", "--json", "--url", empty_url, code=1).output)
+    assert refused == {"url": shown, "head": migrate.HEAD, "ok": False, "problems": migrate.check(empty_url)}
+    run("upgrade", "--url", empty_url)
+    assert json.loads(run("current", "--json", "--url", empty_url).output)["revision"] == migrate.HEAD
+    accepted = json.loads(run("check", "--json", "--url", empty_url).output)
+    assert (accepted["ok"], accepted["problems"]) == (True, [])
+
+
+def test_downgrade_drops_data_only_when_confirmed(empty_url: str) -> None:
+    migrate.upgrade(empty_url)
+    arguments = ("downgrade", "--url", empty_url, "--revision", "base")
+    for typed in ("n\n", "\n", ""):
+        run(*arguments, code=1, typed=typed)
+        assert migrate.current(empty_url) == migrate.HEAD
+    run(*arguments, typed="y\n")
+    assert probes.objects(empty_url) == []
+    migrate.upgrade(empty_url)
+    assert f"{migrate.HEAD} → base" in run(*arguments, "--yes").output
+    assert probes.objects(empty_url) == []
+
+
+@pytest.mark.parametrize("dialect", ["sqlite", "postgresql"])
+def test_sql_is_written_without_a_database(dialect: str) -> None:
+    assert run("sql", "--dialect", dialect).output == migrate.sql(dialect)
+    url = "postgresql://nobody@127.0.0.1:1/never" if dialect == "postgresql" else "never.db"
+    assert run("sql", "--url", url).output == migrate.sql(dialect)
+
+
+def test_wrong_arguments_are_usage_errors() -> None:
+    assert "--url" in run("upgrade", code=2).output
+    assert "--dialect" in run("sql", code=2).output
+    assert (
+        "'0000_never' is unknown"
+        in run("upgrade", "--url", "x.db", "--revision", "0000_never", code=2).output
+    )
+    assert "--revision" in run("downgrade", "--url", "x.db", code=2).output
+
+
+def test_an_unreachable_database_is_an_expected_error() -> None:
+    result = CliRunner().invoke(
+        db, ["upgrade", "--url", "postgresql://u:not-to-be-seen@127.0.0.1:1/captures"]
+    )
+    assert isinstance(result.exception, StoreUnavailableError)
+    assert "not-to-be-seen" not in result.output + str(result.exception)

@@ -1,0 +1,195 @@
+"""The tables in code, the migrated database and the SQL text are one schema."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import asyncpg
+import pytest
+from sqlalchemy import Connection
+
+from tests.migrations import probes
+from tokencustody.sql import migrate, tables
+from tokencustody.sql.url import parse_url
+
+ROOT = Path(__file__).parents[2]
+
+DRIFTS = [
+    (
+        "DROP INDEX ix_entries_continuation_fingerprint",
+        [
+            "missing: entries: INDEX ix_entries_continuation_fingerprint "
+            "(run, rollout_id, continuation_fingerprint)"
+        ],
+    ),
+    ("ALTER TABLE intents ADD COLUMN extra TEXT", ["unexpected: intents.extra TEXT"]),
+    (
+        "ALTER TABLE intents RENAME COLUMN begun_at TO began_at",
+        ["missing: intents.begun_at *", "unexpected: intents.began_at *"],
+    ),
+    (
+        "CREATE UNIQUE INDEX ix_extra ON fences (run, snapshot_id)",
+        ["unexpected: fences: UNIQUE INDEX ix_extra (run, snapshot_id)"],
+    ),
+    (
+        "DROP TABLE wire_schema;"
+        "CREATE TABLE wire_schema (name TEXT, version TEXT NOT NULL,"
+        " CONSTRAINT ck_other CHECK (version <> ''));"
+        "INSERT INTO wire_schema VALUES ('token_entry', 1), ('token_digest', 1), ('fingerprint', 2),"
+        " ('payload_codec', 1)",
+        [
+            "missing: wire_schema.name TEXT NOT NULL",
+            "missing: wire_schema.version BIGINT NOT NULL",
+            "missing: wire_schema: CHECK ck_wire_schema_version",
+            "missing: wire_schema: PRIMARY KEY pk_wire_schema (name)",
+            "unexpected: wire_schema.name TEXT",
+            "unexpected: wire_schema.version TEXT NOT NULL",
+            "unexpected: wire_schema: CHECK ck_other",
+        ],
+    ),
+    (
+        "DROP TABLE failures;"
+        "CREATE TABLE failures (run TEXT NOT NULL, CONSTRAINT fk_failures_other FOREIGN KEY (run)"
+        " REFERENCES wire_schema (name))",
+        [
+            "missing: failures: FOREIGN KEY fk_failures_fence (run, rollout_id) -> fences (run, rollout_id)",
+            "unexpected: failures: FOREIGN KEY fk_failures_other (run) -> wire_schema (name)",
+        ],
+    ),
+    ("DROP TABLE failures", ["missing: failures: PRIMARY KEY pk_failures (run, rollout_id, version)"]),
+    ("DELETE FROM wire_schema WHERE name = 'fingerprint'", ["wire schema fingerprint: missing instead of 2"]),
+    (
+        "UPDATE wire_schema SET version = 3 WHERE name = 'fingerprint'",
+        ["wire schema fingerprint: 3 instead of 2"],
+    ),
+    ("INSERT INTO wire_schema VALUES ('spare', 1)", ["wire schema spare: 1 instead of none"]),
+    (
+        "UPDATE alembic_version SET version_num = '9999_later'",
+        [f"revision: 9999_later instead of {migrate.HEAD}"],
+    ),
+]
+
+
+def create_all(url: str) -> None:
+    migrate.in_transaction(parse_url(url), tables.metadata.create_all)
+
+
+def test_migrated_database_equals_the_tables_in_code(new_database: Callable[[], str]) -> None:
+    migrated, created = new_database(), new_database()
+    migrate.upgrade(migrated)
+    create_all(created)
+    assert probes.catalogue(migrated) == probes.catalogue(created)
+    assert migrate.check(migrated) == []
+
+
+def test_alembic_finds_nothing_to_generate(empty_url: str) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    def differences(connection: Connection) -> list[object]:
+        context = MigrationContext.configure(connection, opts={"compare_server_default": True})
+        return list(compare_metadata(context, tables.metadata))
+
+    migrate.upgrade(empty_url)
+    assert migrate.in_transaction(parse_url(empty_url), differences) == []
+
+
+@pytest.mark.parametrize(("drift", "expected"), DRIFTS, ids=[drift.split(";")[0] for drift, _ in DRIFTS])
+def test_check_names_what_differs(empty_url: str, drift: str, expected: list[str]) -> None:
+    migrate.upgrade(empty_url)
+    probes.run_script(empty_url, drift)
+    problems = migrate.check(empty_url)
+    for line in expected:
+        assert any(problem == line or problem.startswith(line.rstrip("*")) for problem in problems), problems
+
+
+def test_check_ignores_the_tables_of_others(empty_url: str) -> None:
+    migrate.upgrade(empty_url)
+    probes.run_script(empty_url, "CREATE TABLE of_somebody_else (a INTEGER)")
+    assert migrate.check(empty_url) == []
+
+
+def test_down_to_base_leaves_nothing_and_up_again_gives_the_same(empty_url: str) -> None:
+    assert migrate.upgrade(empty_url) == (None, migrate.HEAD)
+    first = probes.catalogue(empty_url)
+    assert migrate.downgrade(empty_url, "base") == (migrate.HEAD, None)
+    assert probes.objects(empty_url) == []
+    assert migrate.upgrade(empty_url) == (None, migrate.HEAD)
+    assert probes.catalogue(empty_url) == first
+
+
+def test_each_revision_can_be_reached_in_both_directions(empty_url: str) -> None:
+    for revision in migrate.REVISIONS:
+        migrate.upgrade(empty_url, revision)
+        assert migrate.current(empty_url) == revision
+    for revision in reversed(migrate.REVISIONS[:-1]):
+        migrate.downgrade(empty_url, revision)
+        assert migrate.current(empty_url) == revision
+
+
+@pytest.mark.parametrize("by", ["dialect", "url"])
+def test_offline_sql_builds_the_same_database(new_database: Callable[[], str], dialect: str, by: str) -> None:
+    migrated, written = new_database(), new_database()
+    migrate.upgrade(migrated)
+    script = migrate.sql(dialect if by == "dialect" else written)
+    assert (
+        probes.objects(written) == []
+        if dialect == "postgresql"
+        else not Path(probes.path_of(written)).exists()
+    )
+    if dialect == "postgresql":
+
+        async def execute() -> None:
+            connection = await asyncpg.connect(written)
+            try:
+                await connection.execute(script)
+            finally:
+                await connection.close()
+
+        asyncio.run(execute())
+    else:
+        probes.run_script(written, script)
+    assert probes.catalogue(written) == probes.catalogue(migrated)
+    assert migrate.check(written) == []
+
+
+def test_offline_sql_needs_two_known_revisions() -> None:
+    for revisions in ("base:0000_never", "head", "", "base:head:head"):
+        with pytest.raises(migrate.UnknownRevisionError, match="base, 0001_capture"):
+            migrate.sql("sqlite", revisions)
+
+
+def test_the_revisions_in_code_are_those_of_the_scripts() -> None:
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", "tokencustody:migrations")
+    scripts = ScriptDirectory.from_config(config)
+    walked = [script.revision for script in scripts.walk_revisions()]
+    assert list(migrate.REVISIONS) == walked[::-1]
+    assert scripts.get_heads() == [migrate.HEAD]
+
+
+def test_the_wire_schemas_in_code_are_those_that_migrations_stamp(empty_url: str) -> None:
+    migrate.upgrade(empty_url)
+    assert dict(probes.rows(empty_url, "SELECT name, version FROM wire_schema")) == migrate.WIRE_SCHEMAS
+
+
+@pytest.mark.parametrize("given", ["-x", "variable"])
+def test_alembics_own_command_line_reaches_head(
+    empty_url: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["-x", f"url={empty_url}"] if given == "-x" else []
+    monkeypatch.setenv("TOKENCUSTODY_URL", "sqlite:///never.db" if arguments else empty_url)
+    command = [sys.executable, "-W", "error", "-m", "alembic", "-c", str(ROOT / "alembic.ini")]
+    subprocess.run([*command, *arguments, "upgrade", "head"], check=True, capture_output=True)
+    assert migrate.check(empty_url) == []
+    offline = subprocess.run(
+        [*command, *arguments, "upgrade", "head", "--sql"], check=True, capture_output=True, text=True
+    )
+    assert offline.stdout == migrate.sql(empty_url)
