@@ -19,7 +19,7 @@ def console(*, folds: bool) -> Console:
     """Return a console for standard output that folds lines only where `folds`, and never in a pipe."""
     found = Console(highlight=False, markup=False, emoji=False)
     if not (folds and found.is_terminal):
-        pass
+        found.width = _UNFOLDED
     return found
 
 

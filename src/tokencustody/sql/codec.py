@@ -129,7 +129,8 @@ def construct(model: type[Entry], fields: Mapping[str, Any]) -> Entry:
     declared = model.model_fields
     entry = model.model_construct(**{name: fields[name] for name in fields if name in declared})
     # Not as arguments: an unknown field may be called `cls`.
-    (entry.model_extra or {}).update({name: fields[name] for name in fields if name not in declared})
+    if entry.model_extra is not None:
+        entry.model_extra.update({name: fields[name] for name in fields if name not in declared})
     return entry
 
 

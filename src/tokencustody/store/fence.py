@@ -1,7 +1,8 @@
 """The fence of a rollout: one row that every write locks, and the versions it goes through.
 
 Writers of calls lock the row in share mode and never change it, so they do not queue behind each other; whatever
-changes the rollout's verdict locks it exclusively. On SQLite, where writes are one at a time, the transaction is the lock.
+changes the rollout's verdict locks it exclusively. On SQLite, where writes are one at a time, the transaction is the
+lock.
 """
 
 from __future__ import annotations
