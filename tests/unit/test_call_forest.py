@@ -29,8 +29,13 @@ def call(call_id: str, parent: str | None) -> CallSummary:
 
 
 def calls_of(parents: Sequence[int | None]) -> list[CallSummary]:
-    """Return calls c0, c1, …, each with the numbered parent; too high a number names a missing call."""
-    return [call(f"c{n}", None if parent is None else f"c{parent}") for n, parent in enumerate(parents)]
+    """Return a call for each number, with the numbered parent; too high a number names a missing call."""
+    return [call(name(n), None if parent is None else name(parent)) for n, parent in enumerate(parents)]
+
+
+def name(number: int) -> str:
+    """Return the id of a call; ids sort in the opposite order of the calls."""
+    return f"c{99_999 - number}"
 
 
 def walk(forest: CallForest, tops: Sequence[CallSummary]) -> Iterator[CallSummary]:
@@ -70,10 +75,10 @@ def test_each_call_stands_where_its_parent_says_and_siblings_keep_their_order(
 
 def test_a_circle_is_opened_at_its_first_call_and_not_at_one_that_hangs_from_it() -> None:
     forest = call_forest(calls_of([2, 2, 1]))
-    assert [each.model_call_id for each in forest.loops] == ["c1"]
+    assert [each.model_call_id for each in forest.loops] == [name(1)]
     assert {parent: [c.model_call_id for c in group] for parent, group in forest.children.items()} == {
-        "c1": ["c2"],
-        "c2": ["c0"],
+        name(1): [name(2)],
+        name(2): [name(0)],
     }
 
 
