@@ -31,12 +31,13 @@ JSON = st.recursive(
 
 
 def same(read: TokenEntry, written: TokenEntry) -> bool:
-    """Whether two entries agree in every bit, NaN payloads, key order and number types included."""
+    """Whether two entries agree in every bit, key order, number types and NaN log probabilities included."""
 
     def bits(value: Any) -> Any:
         match value:
             case float():
-                return struct.pack("<d", value)
+                # JSON text has a single NaN.
+                return struct.pack("<d", math.nan if math.isnan(value) else value)
             case list():
                 return [bits(item) for item in value]
             case dict():
@@ -44,7 +45,10 @@ def same(read: TokenEntry, written: TokenEntry) -> bool:
             case _:
                 return type(value).__name__, value
 
-    return bool(bits(dict(read)) == bits(dict(written)))
+    columns = [
+        struct.pack(f"<{len(e.generation_log_probs)}d", *e.generation_log_probs) for e in (read, written)
+    ]
+    return bool(bits(dict(read)) == bits(dict(written)) and columns[0] == columns[1])
 
 
 def round_trip(entry: TokenEntry) -> TokenEntry:

@@ -10,7 +10,8 @@ Layout, codec version 1, all integers little-endian:
     8 bytes     number of generated ids, which is also the number of log probabilities
     then        prompt ids, generated ids, log probabilities (float64), and the other fields as one JSON object
 
-The SHA-256 of these bytes is the identity of the payload. The JSON keeps the order in
+JSON text knows one NaN: outside the log probabilities, which keep every bit, a NaN comes back without its sign and
+payload bits. The SHA-256 of these bytes is the identity of the payload. The JSON keeps the order in
 which the writer gave its keys, so what is read prints like what was written.
 """
 
