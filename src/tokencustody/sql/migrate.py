@@ -211,11 +211,10 @@ def _connected(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes
 
 
 def _on_sqlite(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
-    # A look opens the file read-only: it must not create one, nor change the journal mode of someone else's.
-    uri = f"{Path(url.dsn).as_uri()}?mode={'rwc' if writes else 'ro'}"
+    # Not the store's engine: that one sets the journal mode, and may find itself in someone else's file.
     database = create_engine(
         "sqlite://",
-        creator=lambda: sqlite3.connect(uri, uri=True, isolation_level=None, timeout=engine.DEFAULT_DEADLINE),
+        creator=lambda: sqlite3.connect(url.dsn, isolation_level=None, timeout=engine.DEFAULT_DEADLINE),
         poolclass=NullPool,
     )
     begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
