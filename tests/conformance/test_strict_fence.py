@@ -25,10 +25,6 @@ class ClaimsToBeShared(Memory):
         return True
 
 
-def broken_factory() -> Memory:
-    raise RuntimeError("no such database")
-
-
 def capability(report: ConformanceReport) -> tuple[bool, str]:
     found = next(each for each in report.capabilities if each.name == PROCESSES)
     return found.present, found.detected
