@@ -21,6 +21,10 @@ from tokencustody.sql.url import DatabaseUrl
 
 DEFAULT_POOL_SIZE = 4
 DEFAULT_DEADLINE = 30.0
+# PostgreSQL's isolation of the writes of calls. Row locks and keys hold the fence at any level.
+WRITE_ISOLATION = "SERIALIZABLE"
+# One snapshot is all that a reader needs, and its predicate locks would abort writers.
+READ_ISOLATION = "REPEATABLE READ"
 
 
 @dataclass
@@ -105,9 +109,7 @@ def _make(key: EngineKey) -> Engines:
             writer=_sqlite_engine(url, deadline, begin="BEGIN IMMEDIATE", pool_size=1, **pool),
             reader=_sqlite_engine(url, deadline, begin="BEGIN", pool_size=key.pool_size, **pool),
         )
-    engine = _postgresql_engine(
-        url, deadline, isolation_level="SERIALIZABLE", pool_size=key.pool_size, **pool
-    )
+    engine = _postgresql_engine(url, deadline, pool_size=key.pool_size, **pool)
     return Engines(writer=engine, reader=engine)
 
 

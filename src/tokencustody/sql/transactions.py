@@ -56,11 +56,11 @@ class Database:
 
     async def read(self, work: Work[Result]) -> Result:
         """Run `work` on one consistent snapshot."""
-        return await self._run(work, writes=False)
+        return await self._run(work, engines_module.READ_ISOLATION, writes=False)
 
     async def write(self, work: Work[Result]) -> Result:
         """Run `work` in a serializable transaction and return once it is durable."""
-        return await self._run(work, writes=True)
+        return await self._run(work, engines_module.WRITE_ISOLATION)
 
     async def lifecycle(self, work: Work[Result]) -> Result:
         """Run `work`, which begins by locking a fence exclusively, and return once it is durable.
@@ -69,7 +69,7 @@ class Database:
         the writer that committed while this transaction waited, or be aborted for it. With the fence locked, a
         snapshot per statement sees every call that the fence covers, and nobody can add one.
         """
-        return await self._run(work, writes=True, isolation="READ COMMITTED")
+        return await self._run(work, "READ COMMITTED")
 
     async def close(self) -> None:
         """Release this store's engines, in whichever running loop it was used. Idempotent."""
@@ -93,7 +93,7 @@ class Database:
             self._held[here] = engines_module.acquire(self._key)
         return self._held[here]
 
-    async def _run(self, work: Work[Result], *, writes: bool, isolation: str | None = None) -> Result:
+    async def _run(self, work: Work[Result], isolation: str, *, writes: bool = True) -> Result:
         engines = self._engines()
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._key.deadline
@@ -105,7 +105,7 @@ class Database:
             try:
                 async with asyncio.timeout_at(give_up):
                     await self._check_schema(engines)
-                    async with self._transaction(engines, writes, isolation) as connection:
+                    async with self._transaction(engines, isolation, writes) as connection:
                         result = await work(connection)
                         await _reach("before commit")
                     await _reach("after commit, before acknowledgement")
@@ -123,14 +123,11 @@ class Database:
 
     @asynccontextmanager
     async def _transaction(
-        self, engines: Engines, writes: bool, isolation: str | None
+        self, engines: Engines, isolation: str, writes: bool
     ) -> AsyncIterator[AsyncConnection]:
         async with (engines.writer if writes else engines.reader).connect() as connection:
             if not self.url.is_sqlite:
-                options = {"postgresql_readonly": not writes} | (
-                    {"isolation_level": isolation} if isolation else {}
-                )
-                await connection.execution_options(**options)
+                await connection.execution_options(isolation_level=isolation, postgresql_readonly=not writes)
             async with connection.begin():
                 yield connection
 
@@ -144,7 +141,7 @@ class Database:
                 if not self._creates:
                     raise StoreUnavailableError(f"{self.url.display} does not exist or has no tables")
                 await migrate.create_sqlite(self.url)
-            async with self._transaction(engines, False, None) as connection:
+            async with self._transaction(engines, engines_module.READ_ISOLATION, False) as connection:
                 await migrate.ensure_current(connection, self.url.display)
             engines.checked = True
 
