@@ -95,10 +95,9 @@ def open_engines() -> list[Engines]:
 
 
 def migration_engine(url: DatabaseUrl) -> AsyncEngine:
-    """Return an engine without a pool whose every transaction may write, for migrations."""
-    if url.is_sqlite:
-        return _sqlite_engine(url, DEFAULT_DEADLINE, begin="BEGIN IMMEDIATE", poolclass=NullPool)
-    return _postgresql_engine(url, DEFAULT_DEADLINE, poolclass=NullPool)
+    """Return an engine without a pool for the migrations of a PostgreSQL database."""
+    # A migration may wait for another one, and may take its time with a large table.
+    return _postgresql_engine(url, DEFAULT_DEADLINE, command_timeout=None, poolclass=NullPool)
 
 
 def _make(key: EngineKey) -> Engines:
@@ -109,7 +108,7 @@ def _make(key: EngineKey) -> Engines:
             writer=_sqlite_engine(url, deadline, begin="BEGIN IMMEDIATE", pool_size=1, **pool),
             reader=_sqlite_engine(url, deadline, begin="BEGIN", pool_size=key.pool_size, **pool),
         )
-    engine = _postgresql_engine(url, deadline, pool_size=key.pool_size, **pool)
+    engine = _postgresql_engine(url, deadline, command_timeout=deadline, pool_size=key.pool_size, **pool)
     return Engines(writer=engine, reader=engine)
 
 
@@ -124,14 +123,19 @@ def _sqlite_engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: 
     @event.listens_for(engine.sync_engine, "connect")
     def configure(connection: Any, _record: object) -> None:
         cursor = connection.cursor()
-        cursor.execute("PRAGMA foreign_keys = ON")
-        if writes:
-            cursor.execute("PRAGMA journal_mode = WAL")
-            # FULL syncs the log at every commit: what was acknowledged survives a power cut.
-            cursor.execute("PRAGMA synchronous = FULL")
-        else:
-            cursor.execute("PRAGMA query_only = ON")
-        cursor.close()
+        try:
+            cursor.execute("PRAGMA foreign_keys = ON")
+            if writes:
+                cursor.execute("PRAGMA journal_mode = WAL")
+                # FULL syncs the log at every commit: what was acknowledged survives a power cut.
+                cursor.execute("PRAGMA synchronous = FULL")
+            else:
+                cursor.execute("PRAGMA query_only = ON")
+            cursor.close()
+        except BaseException:
+            # The pool forgets a connection that fails here, and its thread would stay.
+            connection.close()
+            raise
 
     # The driver's own BEGIN is deferred, so a write transaction could fail after its first read.
     @event.listens_for(engine.sync_engine, "begin")
@@ -141,7 +145,9 @@ def _sqlite_engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: 
     return engine
 
 
-def _postgresql_engine(url: DatabaseUrl, deadline: float, **options: Any) -> AsyncEngine:
+def _postgresql_engine(
+    url: DatabaseUrl, deadline: float, *, command_timeout: float | None, **options: Any
+) -> AsyncEngine:
     cache = {} if url.statement_cache_size is None else {"statement_cache_size": url.statement_cache_size}
     prepared = (
         {}
@@ -155,7 +161,7 @@ def _postgresql_engine(url: DatabaseUrl, deadline: float, **options: Any) -> Asy
         return await connect(
             url.dsn,
             timeout=min(deadline, url.connect_timeout or deadline),
-            command_timeout=deadline,
+            command_timeout=command_timeout,
             server_settings={"application_name": "tokencustody"}
             if "application_name=" not in url.dsn
             else None,
