@@ -22,6 +22,7 @@ settings.load_profile("tokencustody")
 _SERVER = pytest.StashKey[Server]()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Bring up PostgreSQL before the first test, if one asks for it, so that the header can name it."""
     wanted = {"postgres", "store_url"}
