@@ -37,7 +37,7 @@ install() {
     if [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then
         return
     fi
-    say "installing into ${1#"$root"/}; the first time this downloads about 150 MB"
+    say "installing into ${1#"$root"/}; the first time this downloads about 200 MB"
     local pip=("$1/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt")
     # The build backend comes from constraints.txt too, so the build itself is not isolated.
     "${pip[@]}" hatchling editables
