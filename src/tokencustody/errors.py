@@ -51,5 +51,9 @@ class SchemaMismatchError(RuntimeError):
     """The database is on another revision than this library. The message names both and the command to run."""
 
 
+class DurabilityError(RuntimeError):
+    """The database is set up so that it acknowledges commits before they are durable."""
+
+
 class StoreClosedError(RuntimeError):
     """A store was used after `close()`."""

@@ -16,6 +16,7 @@ from tokencustody.cli.printing import printable
 from tokencustody.cli.rollouts import rollouts, show
 from tokencustody.errors import (
     CorruptEntryError,
+    DurabilityError,
     InvalidRecordError,
     SchemaMismatchError,
     StoreUnavailableError,
@@ -36,6 +37,7 @@ app.command()(demo)
 # What a person can do something about; anything else is a fault of ours and keeps its traceback.
 _EXPECTED = (
     CorruptEntryError,
+    DurabilityError,
     InvalidRecordError,
     RolloutNotFoundError,
     SchemaMismatchError,

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from tokencustody.errors import StoreClosedError, StoreUnavailableError
+from tokencustody.errors import DurabilityError, StoreClosedError, StoreUnavailableError
 from tokencustody.sql import engine as engines_module
 from tokencustody.sql import migrate
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, EngineKey, Engines
@@ -143,7 +143,17 @@ class Database:
                 await migrate.create_sqlite(self.url)
             async with self._transaction(engines, engines_module.READ_ISOLATION, False) as connection:
                 await migrate.ensure_current(connection, self.url.display)
+                if not self.url.is_sqlite:
+                    await self._check_durability(connection)
             engines.checked = True
+
+    async def _check_durability(self, connection: AsyncConnection) -> None:
+        level = (await connection.exec_driver_sql("SHOW synchronous_commit")).scalar_one()
+        if level == "off":
+            raise DurabilityError(
+                f"{self.url.display} has synchronous_commit=off, so a crash loses acknowledged calls; run: "
+                "ALTER DATABASE … SET synchronous_commit = on"
+            )
 
 
 async def _reach(point: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import exists, or_, select
@@ -38,16 +39,15 @@ class SqlLineageStore(SqlStore):
             raise InvalidRecordError(
                 f"request_items must be a list of items, not {type(request_items).__name__}"
             )
-        try:
+        with _naming_request_items():
             fingerprint = assistant_fingerprint(request_items)
-        except ValueError as exc:
-            raise InvalidRecordError(f"request_items: {exc}") from None
         if not fingerprint:
             return ROOT
 
         async def decide(connection: AsyncConnection) -> tuple[str | Candidate, list[Any]]:
             rows = await connection.execute(_candidates(key, fingerprint))
-            choice = choose_parent([Candidate(*row) for row in rows], request_items)
+            with _naming_request_items():
+                choice = choose_parent([Candidate(*row) for row in rows], request_items)
             if isinstance(choice, str):
                 return choice, []
             return choice, list(await connection.execute(_chain(key, choice.model_call_id)))
@@ -57,6 +57,14 @@ class SqlLineageStore(SqlStore):
             return unresolved(choice)
         chain = _in_order(rows, choice.model_call_id)
         return resolved(chain[-1], join_chain(chain))
+
+
+@contextmanager
+def _naming_request_items() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as exc:
+        raise InvalidRecordError(f"request_items: {exc}") from None
 
 
 def _candidates(key: RolloutKey, fingerprint: str) -> Any:
