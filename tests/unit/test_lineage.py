@@ -110,6 +110,17 @@ def test_a_request_that_rewrites_the_parents_context_has_no_parent() -> None:
     )
 
 
+def test_a_request_shorter_than_the_recorded_context_cannot_continue_it() -> None:
+    turn = linear_rollout(1)[0]
+    request = turn.next_request()
+    claims_more = altered(
+        turn.entry,
+        continuation_context_len=len(request) + 1,
+        continuation_context_digest=conversation_digest(request),
+    )
+    assert_unresolved(holding(claims_more).resolve(request), "no_match")
+
+
 @pytest.mark.parametrize(("version", "reason"), [(None, ""), (2, ""), (1, "no_match"), (3, "no_match")])
 def test_a_fingerprint_of_another_version_proves_nothing(version: int | None, reason: str) -> None:
     turn = linear_rollout(1)[0]
