@@ -54,7 +54,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _database_line(config: pytest.Config) -> str:
     server = config.stash.get(_SERVER, None)
-    return f"database: {server}" if server else "database: no selected test uses PostgreSQL"
+    return f"database: {server}" if server else "database: PostgreSQL was not started"
 
 
 @pytest.fixture(scope="session")
