@@ -75,8 +75,8 @@ def choose_parent(
 def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
     """Return the whole sequence of the last entry of `chain`, which runs from a full prompt down to that entry.
 
-    Every entry after the first is a delta on the one before it. Raises LineageError when a link is missing or a
-    recorded digest or length does not agree with the tokens.
+    Every entry after the first is a delta on the one before it. Raises LineageError when a link is missing, when a
+    delta records no digest to prove its chain, or when a digest or length does not agree with the tokens.
     """
     tokens: list[int] = []
     previous: TokenEntry | None = None
@@ -96,6 +96,11 @@ def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
         raise LineageError(
             f"model call {previous.model_call_id} of rollout {previous.rollout_id} records a sequence of "
             f"{previous.cum_len} tokens, but its chain has {len(tokens)}"
+        )
+    if previous.prompt_is_delta and not previous.digest:
+        raise LineageError(
+            f"model call {previous.model_call_id} of rollout {previous.rollout_id} has a delta prompt and no digest, "
+            "so its sequence cannot be proven"
         )
     if previous.digest and previous.digest != compute_digest(tokens):
         raise LineageError(
@@ -171,7 +176,7 @@ class RolloutLineage:
         seen = {choice.model_call_id}
         while chain[-1].prompt_is_delta:
             parent = self.entries.get(chain[-1].parent_call_id or "")
-            if parent is None or parent.model_call_id in seen:
+            if parent is None or parent.model_call_id in seen | self.conflicting:
                 break
             seen.add(parent.model_call_id)
             chain.append(parent)

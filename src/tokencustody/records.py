@@ -99,7 +99,7 @@ def check_consistency(entry: Any) -> None:
 
 def check_parent(parent_call_id: str | None, resolution: ParentResolutionStatus | None) -> None:
     """Raise ValueError when a parent decision and a parent id contradict one another."""
-    if resolution == ParentResolutionStatus.RESOLVED and parent_call_id is None:
+    if resolution == ParentResolutionStatus.RESOLVED and not parent_call_id:
         raise ValueError("parent_resolution is 'resolved' but parent_call_id is missing")
     if (
         resolution in (ParentResolutionStatus.ROOT, ParentResolutionStatus.UNRESOLVED)
@@ -189,40 +189,40 @@ def response_to_output_items(payload: Mapping[str, Any]) -> list[dict[str, Any]]
     """Return the output items of a Responses, Chat or Anthropic response, in the Responses dialect.
 
     Chat messages become `message` items; Anthropic `thinking` and `redacted_thinking` blocks become `reasoning`
-    items and the remaining blocks one `message`. A payload of no known shape gives no items.
+    items and the remaining blocks one `message`. A payload of no known shape gives no items. Raises ValueError for
+    a choice that is no object.
     """
-    output = payload.get("output")
-    if isinstance(output, list):
+    output, choices, content = payload.get("output"), payload.get("choices"), payload.get("content")
+    if output and isinstance(output, list):
         return [item for item in output if isinstance(item, dict)]
-    choices = payload.get("choices")
-    if isinstance(choices, list):
-        return [_chat_item(choice) for choice in choices]
-    if payload.get("type") == "message" and isinstance(payload.get("content"), list):
-        return _anthropic_items(payload["content"])
-    return []
+    if payload.get("type") == "message" and payload.get("role") == "assistant" and isinstance(content, list):
+        return _anthropic_items(content)
+    return _chat_items(choices) if isinstance(choices, list) else []
 
 
-def _chat_item(choice: Any) -> dict[str, Any]:
-    message = choice.get("message") if isinstance(choice, dict) else None
-    return {"type": "message", "role": "assistant"} | (message if isinstance(message, dict) else {})
+def _chat_items(choices: list[Any]) -> list[dict[str, Any]]:
+    items = []
+    for choice in choices:
+        if choice and not isinstance(choice, dict):
+            raise ValueError(f"a choice must be an object, not {type(choice).__name__}")
+        message = (choice or {}).get("message") or {}
+        if isinstance(message, dict):
+            items.append({"type": "message", "role": "assistant"} | message)
+    return items
 
 
 def _anthropic_items(blocks: list[Any]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    content: list[dict[str, Any]] = []
+    content: list[Any] = []
     for block in blocks:
-        if not isinstance(block, dict):
-            continue
-        match block.get("type"):
-            case "thinking":
-                items.append(
-                    {
-                        "type": "reasoning",
-                        "summary": [{"type": "summary_text", "text": block.get("thinking", "")}],
-                    }
-                )
-            case "redacted_thinking":
-                items.append({"type": "reasoning", "summary": [], "encrypted_content": block.get("data", "")})
+        match block:
+            case {"type": "thinking"}:
+                text = block.get("thinking")
+                summary = [{"type": "summary_text", "text": text}] if isinstance(text, str) else []
+                items.append({"type": "reasoning", "summary": summary})
+            case {"type": "redacted_thinking"}:
+                encrypted = {"encrypted_content": block["data"]} if "data" in block else {}
+                items.append({"type": "reasoning", "summary": [], **encrypted})
             case _:
                 content.append(block)
     if content:

@@ -139,6 +139,16 @@ async def test_a_call_with_conflicting_payloads_is_no_candidate(store: CaptureSt
     assert decision(await store.lineage.resolve("rollout-1", NEXT)) == ("unresolved", "no_match", None)
 
 
+async def test_a_call_with_conflicting_payloads_is_no_link_of_a_delta_chain(store: CaptureStore) -> None:
+    await store.sink.put(make_entry())
+    await store.sink.put(delta("call-1"))
+    assert decision(await store.lineage.resolve("rollout-1", AFTER_DELTA)) == ("resolved", "", "call-2")
+    with pytest.raises(PayloadConflictError):
+        await store.sink.put(make_entry(model="other"))
+    with pytest.raises(LineageError, match="its parent chain is broken"):
+        await store.lineage.resolve("rollout-1", AFTER_DELTA)
+
+
 async def test_calls_of_other_rollouts_and_runs_are_no_candidates(
     store: CaptureStore, store_url: str
 ) -> None:

@@ -69,11 +69,6 @@ def _naming_request_items() -> Iterator[None]:
 
 def _candidates(key: RolloutKey, fingerprint: str) -> Any:
     call = entries.c
-    conflicting = exists().where(
-        key.of(failures),
-        failures.c.kind == FailureKind.CONFLICT,
-        failures.c.model_call_id == call.model_call_id,
-    )
     return select(
         call.model_call_id,
         call.continuation_context_len,
@@ -84,7 +79,15 @@ def _candidates(key: RolloutKey, fingerprint: str) -> Any:
         key.of(entries),
         call.continuation_fingerprint == fingerprint,
         or_(call.fingerprint_version == FINGERPRINT_VERSION, call.fingerprint_version.is_(None)),
-        ~conflicting,
+        ~_conflicting(key),
+    )
+
+
+def _conflicting(key: RolloutKey) -> Any:
+    return exists().where(
+        key.of(failures),
+        failures.c.kind == FailureKind.CONFLICT,
+        failures.c.model_call_id == entries.c.model_call_id,
     )
 
 
@@ -99,7 +102,7 @@ def _chain(key: RolloutKey, model_call_id: str) -> Any:
     chain = chain.union(
         select(call.model_call_id, call.parent_call_id, call.prompt_is_delta)
         .join(chain, call.model_call_id == chain.c.parent_call_id)
-        .where(key.of(entries), chain.c.prompt_is_delta)
+        .where(key.of(entries), chain.c.prompt_is_delta, ~_conflicting(key))
     )
     return (
         select(call.rollout_id, call.model_call_id, call.payload, call.payload_sha256)
