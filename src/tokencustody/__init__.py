@@ -33,13 +33,16 @@ from tokencustody.records import (
     cumulative_tokens,
     stamp_lineage,
 )
+from tokencustody.staging.records import CallRecord, CaptureLedgerCommit
 
 if TYPE_CHECKING:
     from tokencustody.store import CaptureStore, SqlLineageStore, SqlTokenSink, SqlTokenSource, open_store
 
 __all__ = [
+    "CallRecord",
     "CallRefusal",
     "CaptureLedger",
+    "CaptureLedgerCommit",
     "CaptureStore",
     "LineageMatch",
     "LineageResolution",

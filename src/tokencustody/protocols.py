@@ -14,10 +14,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 from tokencustody.errors import RolloutRetiredError, TokenCaptureFrozenError, TokenCaptureRetiredError
 from tokencustody.records import ParentResolutionStatus, TokenEntry
+
+if TYPE_CHECKING:
+    from tokencustody.staging.records import CaptureLedgerCommit
 
 __all__ = [
     "CallRefusal",
@@ -170,8 +173,8 @@ class LineageResolver(Protocol):
 class CaptureLedger(LineageResolver, Protocol):
     """The token-free ledger of calls whose token data is staged by inference workers."""
 
-    async def record(self, commit: Any) -> None:
-        """Publish a completed call (a `CaptureLedgerCommit`); visible to every worker before it returns.
+    async def record(self, commit: CaptureLedgerCommit) -> None:
+        """Publish a completed call; visible to every worker before it returns.
 
         An identical repeat is a no-op; other data under the same call id is an error.
         """

@@ -10,6 +10,12 @@ PURE_MODULES = [
     "tokencustody.fingerprint",
     "tokencustody.lineage",
     "tokencustody.protocols",
+    "tokencustody.staging",
+    "tokencustody.staging.digest",
+    "tokencustody.staging.records",
+    "tokencustody.staging.protocols",
+    "tokencustody.staging.capture",
+    "tokencustody.staging.conformance",
 ]
 HEAVY = [
     "sqlalchemy",

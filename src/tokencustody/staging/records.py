@@ -67,7 +67,8 @@ def staging_key(rollout_id: str, model_call_id: str) -> str:
 
 
 class _WireModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    # Hidden inputs: an error is logged, and token ids do not belong into logs.
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     schema_version: Literal[2] = STAGING_SCHEMA_VERSION
 
