@@ -63,6 +63,57 @@ VALID: dict[str, dict[str, Any]] = {
         "recorded_at": MOMENT,
         "written_by": "writer",
     },
+    "ledger_calls": {
+        **CALL,
+        "position": 1,
+        "staging_key": "rollout/call",
+        "mode": "text",
+        "prev_len": 0,
+        "delta_len": 2,
+        "cum_len": 2,
+        "weight_version": 0,
+        "digest": "0" * 64,
+        "extras_digest": "0" * 64,
+        "cumulative_hash": "0" * 64,
+        "fingerprint_version": 2,
+        "continuation_context_len": 0,
+        "continuation_context_digest": "",
+        "staging_chain": "[]",
+        "committed_at": MOMENT,
+        "written_by": "writer",
+        "payload_sha256": "0" * 64,
+    },
+    "ledger_failures": {
+        **CALL,
+        "position": 1,
+        "reason": "worker_capture_failed",
+        "recorded_at": MOMENT,
+        "written_by": "writer",
+    },
+    "staged_calls": {
+        **CALL,
+        "mode": "text",
+        "prev_len": 0,
+        "delta_len": 2,
+        "cum_len": 2,
+        "weight_version": 0,
+        "digest": "0" * 64,
+        "extras_digest": "0" * 64,
+        "chain_hash": "0" * 64,
+        "cumulative_hash": "0" * 64,
+        "token_width": 2,
+        "staged_at": MOMENT,
+        "written_by": "writer",
+        "payload": b"",
+        "payload_sha256": "0" * 64,
+    },
+    "staged_attachments": {
+        **CALL,
+        "name": "routes",
+        "kind": "bytes",
+        "data": b"",
+        "data_sha256": "0" * 64,
+    },
     # Stamped by the migrations, so it is there from the start.
     "wire_schema": {"name": "fingerprint", "version": 2},
 }
@@ -70,6 +121,8 @@ VALID: dict[str, dict[str, Any]] = {
 STORED = [row for row in VALID.items() if row[0] != "wire_schema"]
 
 ELSEWHERE = {"rollout_id": "rollout-without-a-fence"}
+SECOND = {"model_call_id": "other", "position": 2}
+OTHER = {"model_call_id": "other"}
 
 # Constraint, and what turns the table's valid row into one that it must refuse.
 VIOLATIONS: list[tuple[str, str, dict[str, Any]]] = [
@@ -105,6 +158,40 @@ VIOLATIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("snapshot_versions", "fk_snapshot_versions_fence", ELSEWHERE),
     ("snapshot_versions", "ck_snapshot_versions_event", {"version": 1, "event_id": "other", "event": "put"}),
     ("snapshot_versions", "ck_snapshot_versions_version", {"version": -1, "event_id": "other"}),
+    ("ledger_calls", "pk_ledger_calls", {"position": 2}),
+    ("ledger_calls", "uq_ledger_calls_position", OTHER),
+    ("ledger_calls", "fk_ledger_calls_fence", ELSEWHERE),
+    ("ledger_calls", "ck_ledger_calls_mode", SECOND | {"mode": "guess"}),
+    ("ledger_calls", "ck_ledger_calls_position", SECOND | {"position": 0}),
+    ("ledger_calls", "ck_ledger_calls_prev_len", SECOND | {"prev_len": -1, "cum_len": 1}),
+    ("ledger_calls", "ck_ledger_calls_delta_len", SECOND | {"delta_len": -1, "cum_len": -1}),
+    ("ledger_calls", "ck_ledger_calls_cum_len", SECOND | {"cum_len": 3}),
+    ("ledger_calls", "ck_ledger_calls_weight_version", SECOND | {"weight_version": -1}),
+    (
+        "ledger_calls",
+        "ck_ledger_calls_continuation_context_len",
+        SECOND | {"continuation_context_len": -1},
+    ),
+    ("ledger_calls", "ck_ledger_calls_payload_sha256", SECOND | {"payload_sha256": ""}),
+    ("ledger_failures", "pk_ledger_failures", {"position": 2}),
+    ("ledger_failures", "uq_ledger_failures_position", OTHER),
+    ("ledger_failures", "fk_ledger_failures_fence", ELSEWHERE),
+    ("ledger_failures", "ck_ledger_failures_position", SECOND | {"position": 0}),
+    ("ledger_failures", "ck_ledger_failures_reason", SECOND | {"reason": ""}),
+    ("staged_calls", "pk_staged_calls", {}),
+    ("staged_calls", "ck_staged_calls_mode", OTHER | {"mode": "guess"}),
+    ("staged_calls", "ck_staged_calls_prev_len", OTHER | {"prev_len": -1, "cum_len": 1}),
+    ("staged_calls", "ck_staged_calls_delta_len", OTHER | {"delta_len": 0, "cum_len": 0}),
+    ("staged_calls", "ck_staged_calls_cum_len", OTHER | {"cum_len": 3}),
+    ("staged_calls", "ck_staged_calls_weight_version", OTHER | {"weight_version": -1}),
+    ("staged_calls", "ck_staged_calls_token_width", OTHER | {"token_width": 3}),
+    ("staged_calls", "ck_staged_calls_payload_sha256", OTHER | {"payload_sha256": ""}),
+    ("staged_attachments", "pk_staged_attachments", {}),
+    ("staged_attachments", "fk_staged_attachments_call", OTHER),
+    ("staged_attachments", "ck_staged_attachments_kind", {"name": "other", "kind": "pickle"}),
+    ("staged_attachments", "ck_staged_attachments_dtype", {"name": "other", "dtype": "<f4"}),
+    ("staged_attachments", "ck_staged_attachments_shape", {"name": "other", "shape": "[1]"}),
+    ("staged_attachments", "ck_staged_attachments_data_sha256", {"name": "other", "data_sha256": ""}),
     ("wire_schema", "pk_wire_schema", {}),
     ("wire_schema", "ck_wire_schema_version", {"name": "other", "version": 0}),
 ]
@@ -185,7 +272,8 @@ async def test_the_named_constraint_refuses_the_row(
 
 async def test_each_required_column_refuses_null(store_url: str) -> None:
     for table, column in REQUIRED:
-        before = [row for row in VALID.items() if row[0] == "fences" != table]
+        parents = {"fences", "staged_calls"} - {table}
+        before = [row for row in VALID.items() if row[0] in parents]
         with pytest.raises(IntegrityError) as refused:
             await insert_rows(store_url, *before, (table, VALID[table] | {column: None}))
         said = refused_by(refused.value)

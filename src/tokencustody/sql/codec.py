@@ -40,6 +40,8 @@ _HEADER = struct.Struct("<BBBxQQ")
 _TYPECODES = {array(code).itemsize: code for code in "HIQ"}
 _STRICT_JSON, _PYTHON_JSON = 0, 1
 _MAX_COLUMN_INT = 2**63 - 1
+# What every JSON parser of this library reads back, whatever the interpreter's recursion limit.
+_DEEPEST_NEST = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def validated(entry: TokenEntry) -> TokenEntry:
     try:
         checked = TokenEntry.model_validate(dict(entry))
     except ValidationError as exc:
-        raise InvalidRecordError(_first_problem(exc)) from None
+        raise InvalidRecordError(first_problem(exc)) from None
     for field in ("cum_len", "continuation_context_len", "fingerprint_version"):
         value = getattr(checked, field)
         if value is not None and not 0 <= value <= _MAX_COLUMN_INT:
@@ -135,7 +137,8 @@ def construct(model: type[Entry], fields: Mapping[str, Any]) -> Entry:
     return entry
 
 
-def _first_problem(exc: ValidationError) -> str:
+def first_problem(exc: ValidationError) -> str:
+    """Return the first complaint of pydantic as "field: message", without the value."""
     problem = exc.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
@@ -174,16 +177,15 @@ def _encode_fields(fields: dict[str, Any]) -> tuple[int, bytes]:
         pass  # an integer beyond 64 bits, or a value that the next line names
     for name, value in fields.items():
         _require_json(value, name)
-    try:
-        return _PYTHON_JSON, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    except RecursionError:
-        raise InvalidRecordError("the fields of the entry are nested too deeply") from None
+    return _PYTHON_JSON, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _require_json(value: Any, path: str) -> None:
-    pending = [(path, value)]
+    pending = [(path, value, 1)]
     while pending:
-        path, value = pending.pop()
+        path, value, depth = pending.pop()
+        if depth > _DEEPEST_NEST:
+            raise InvalidRecordError(f"{path[:80]}: nested too deeply, more than {_DEEPEST_NEST} levels")
         match value:
             case None | bool() | int() | float():
                 pass
@@ -195,14 +197,14 @@ def _require_json(value: Any, path: str) -> None:
                         f"{path}: the text has a lone surrogate, which UTF-8 cannot carry"
                     ) from None
             case list():
-                pending += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+                pending += [(f"{path}[{index}]", item, depth + 1) for index, item in enumerate(value)]
             case dict():
                 for key, item in value.items():
                     if not isinstance(key, str):
                         raise InvalidRecordError(
                             f"{path}: the key {key!r} is {type(key).__name__}; JSON keys are strings"
                         )
-                    pending += [(f"{path} key", key), (f"{path}.{key}", item)]
+                    pending += [(f"{path} key", key, depth), (f"{path}.{key}", item, depth + 1)]
             case _:
                 raise InvalidRecordError(
                     f"{path}: {type(value).__name__} would not come back from JSON as it was given; pass lists, dicts, "

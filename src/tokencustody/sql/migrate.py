@@ -28,6 +28,11 @@ from tokencustody.sql import catalogue, engine, tables
 from tokencustody.sql.codec import CODEC_VERSION
 from tokencustody.sql.faults import classify, unavailable
 from tokencustody.sql.url import DatabaseUrl, parse_url
+from tokencustody.staging.digest import (
+    EXTRAS_DIGEST_VERSION,
+    STAGING_DIGEST_VERSION,
+    STAGING_SCHEMA_VERSION,
+)
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -38,7 +43,7 @@ Url = str | os.PathLike[str] | DatabaseUrl
 Progress = Callable[[str], None]
 
 # Every released revision, oldest first. Kept here so that opening a store does not import Alembic.
-REVISIONS = ("0001_capture",)
+REVISIONS = ("0001_capture", "0002_staging")
 HEAD = REVISIONS[-1]
 
 WIRE_SCHEMAS = {
@@ -46,6 +51,10 @@ WIRE_SCHEMAS = {
     "token_digest": DIGEST_VERSION,
     "fingerprint": FINGERPRINT_VERSION,
     "payload_codec": CODEC_VERSION,
+    "staging": STAGING_SCHEMA_VERSION,
+    "staging_digest": STAGING_DIGEST_VERSION,
+    "staging_extras_digest": EXTRAS_DIGEST_VERSION,
+    "staged_payload_codec": 1,
 }
 
 # The advisory lock of migrations: "custody" in ASCII, as a 64-bit integer.

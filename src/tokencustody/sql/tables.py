@@ -59,6 +59,15 @@ class FailureKind(StrEnum):
     REFUSAL_CONFLICT = "refusal_conflict"
 
 
+class AttachmentKind(StrEnum):
+    """What an attachment was when it was staged, so that it comes back as the same."""
+
+    BYTES = "bytes"
+    TEXT = "text"
+    JSON = "json"
+    BUFFER = "buffer"
+
+
 class UtcTime(TypeDecorator[datetime]):
     """A moment: timestamptz on PostgreSQL, ISO 8601 text in UTC on SQLite."""
 
@@ -207,4 +216,118 @@ wire_schema = Table(
     Column("version", BigInteger, nullable=False),
     PrimaryKeyConstraint("name", name="pk_wire_schema"),
     CheckConstraint("version >= 1", name="ck_wire_schema_version"),
+)
+
+ledger_calls = Table(
+    "ledger_calls",
+    metadata,
+    *_rollout_key(),
+    Column("model_call_id", Text, nullable=False),
+    Column("position", BigInteger, nullable=False),
+    Column("staging_key", Text, nullable=False),
+    Column("capture_key", Text),
+    Column("response_id", Text),
+    Column("parent_call_id", Text),
+    Column("mode", Text, nullable=False),
+    Column("prev_len", BigInteger, nullable=False),
+    Column("delta_len", BigInteger, nullable=False),
+    Column("cum_len", BigInteger, nullable=False),
+    Column("weight_version", BigInteger, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("extras_digest", Text, nullable=False),
+    Column("chain_hash", Text),
+    Column("cumulative_hash", Text, nullable=False),
+    Column("output_fingerprint", Text),
+    Column("continuation_fingerprint", Text),
+    Column("fingerprint_version", BigInteger, nullable=False),
+    Column("continuation_context_len", BigInteger, nullable=False),
+    Column("continuation_context_digest", Text, nullable=False),
+    Column("staging_chain", Text, nullable=False),
+    Column("admitted_at", Double),
+    Column("committed_at", UtcTime, nullable=False),
+    Column("written_by", Text, nullable=False),
+    Column("payload_sha256", Text, nullable=False),
+    PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_ledger_calls"),
+    UniqueConstraint("run", "rollout_id", "position", name="uq_ledger_calls_position"),
+    _belongs_to_fence("ledger_calls"),
+    CheckConstraint("mode IN ('text', 'token_in')", name="ck_ledger_calls_mode"),
+    CheckConstraint("position >= 1", name="ck_ledger_calls_position"),
+    CheckConstraint("prev_len >= 0", name="ck_ledger_calls_prev_len"),
+    CheckConstraint("delta_len >= 0", name="ck_ledger_calls_delta_len"),
+    CheckConstraint("cum_len = prev_len + delta_len", name="ck_ledger_calls_cum_len"),
+    CheckConstraint("weight_version >= 0", name="ck_ledger_calls_weight_version"),
+    CheckConstraint("continuation_context_len >= 0", name="ck_ledger_calls_continuation_context_len"),
+    CheckConstraint("length(payload_sha256) = 64", name="ck_ledger_calls_payload_sha256"),
+    Index("ix_ledger_calls_continuation_fingerprint", "run", "rollout_id", "continuation_fingerprint"),
+)
+
+ledger_failures = Table(
+    "ledger_failures",
+    metadata,
+    *_rollout_key(),
+    Column("model_call_id", Text, nullable=False),
+    Column("position", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("recorded_at", UtcTime, nullable=False),
+    Column("written_by", Text, nullable=False),
+    PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_ledger_failures"),
+    UniqueConstraint("run", "rollout_id", "position", name="uq_ledger_failures_position"),
+    _belongs_to_fence("ledger_failures"),
+    CheckConstraint("position >= 1", name="ck_ledger_failures_position"),
+    CheckConstraint("length(reason) >= 1", name="ck_ledger_failures_reason"),
+)
+
+# No fence: what a worker staged outlives the rollout's records until its framework deletes it.
+staged_calls = Table(
+    "staged_calls",
+    metadata,
+    *_rollout_key(),
+    Column("model_call_id", Text, nullable=False),
+    Column("parent_call_id", Text),
+    Column("mode", Text, nullable=False),
+    Column("prev_len", BigInteger, nullable=False),
+    Column("delta_len", BigInteger, nullable=False),
+    Column("cum_len", BigInteger, nullable=False),
+    Column("weight_version", BigInteger, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("extras_digest", Text, nullable=False),
+    Column("chain_hash", Text, nullable=False),
+    Column("cumulative_hash", Text, nullable=False),
+    Column("token_width", SmallInteger, nullable=False),
+    Column("staged_at", UtcTime, nullable=False),
+    Column("written_by", Text, nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+    Column("payload_sha256", Text, nullable=False),
+    Column("extras", LargeBinary),
+    PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_staged_calls"),
+    CheckConstraint("mode IN ('text', 'token_in')", name="ck_staged_calls_mode"),
+    CheckConstraint("prev_len >= 0", name="ck_staged_calls_prev_len"),
+    CheckConstraint("delta_len >= 1", name="ck_staged_calls_delta_len"),
+    CheckConstraint("cum_len = prev_len + delta_len", name="ck_staged_calls_cum_len"),
+    CheckConstraint("weight_version >= 0", name="ck_staged_calls_weight_version"),
+    CheckConstraint("token_width IN (2, 4, 8)", name="ck_staged_calls_token_width"),
+    CheckConstraint("length(payload_sha256) = 64", name="ck_staged_calls_payload_sha256"),
+)
+
+staged_attachments = Table(
+    "staged_attachments",
+    metadata,
+    *_rollout_key(),
+    Column("model_call_id", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("dtype", Text),
+    Column("shape", Text),
+    Column("data", LargeBinary, nullable=False),
+    Column("data_sha256", Text, nullable=False),
+    PrimaryKeyConstraint("run", "rollout_id", "model_call_id", "name", name="pk_staged_attachments"),
+    ForeignKeyConstraint(
+        ["run", "rollout_id", "model_call_id"],
+        ["staged_calls.run", "staged_calls.rollout_id", "staged_calls.model_call_id"],
+        name="fk_staged_attachments_call",
+    ),
+    _one_of("kind", AttachmentKind, "ck_staged_attachments_kind"),
+    CheckConstraint("(kind = 'buffer') = (dtype IS NOT NULL)", name="ck_staged_attachments_dtype"),
+    CheckConstraint("(kind = 'buffer') = (shape IS NOT NULL)", name="ck_staged_attachments_shape"),
+    CheckConstraint("length(data_sha256) = 64", name="ck_staged_attachments_data_sha256"),
 )

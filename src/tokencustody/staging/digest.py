@@ -104,7 +104,14 @@ def compute_staging_digest(
         raise ValueError("rollout_id and model_call_id must not be empty")
     check_position(parent_call_id, prev_len, mode)
     check_lengths(prev_len, delta_len, cum_len)
-    _check_columns(delta_len, token_ids_delta, token_mask_delta, generation_log_probs_delta)
+    if not delta_len == len(token_ids_delta) == len(token_mask_delta) == len(generation_log_probs_delta):
+        raise ValueError(
+            f"delta_len is {delta_len}, but the delta has {len(token_ids_delta)} token ids, "
+            f"{len(token_mask_delta)} mask values and {len(generation_log_probs_delta)} log probabilities"
+        )
+    mask = _encode_float32s(token_mask_delta, "token_mask_delta")
+    log_probs = _encode_float32s(generation_log_probs_delta, "generation_log_probs_delta")
+    _check_mask(token_mask_delta, generation_log_probs_delta)
     for name, digest in (("chain_hash", chain_hash), ("cumulative_hash", cumulative_hash)):
         if not isinstance(digest, str):
             raise TypeError(f"{name} must be text, not {type(digest).__name__}")
@@ -120,8 +127,8 @@ def compute_staging_digest(
         _uint64(cum_len, "cum_len"),
         _uint64(weight_version, "weight_version"),
         _sized(encode_token_ids(token_ids_delta)),
-        _sized(_encode_float32s(token_mask_delta, "token_mask_delta")),
-        _sized(_encode_float32s(generation_log_probs_delta, "generation_log_probs_delta")),
+        _sized(mask),
+        _sized(log_probs),
         _digest(extras_digest, "extras_digest"),
         _present_digest(chain_hash, "chain_hash"),
         _present_digest(cumulative_hash, "cumulative_hash"),
@@ -182,15 +189,7 @@ def check_exact_floats(values: Sequence[float], field: str) -> None:
         raise ValueError(f"{field}: every value must be a Python float")
 
 
-def _check_columns(
-    delta_len: int, token_ids: Sequence[int], mask: Sequence[float], log_probs: Sequence[float]
-) -> None:
-    if not delta_len == len(token_ids) == len(mask) == len(log_probs):
-        raise ValueError(
-            f"delta_len is {delta_len}, but the delta has {len(token_ids)} token ids, {len(mask)} mask values "
-            f"and {len(log_probs)} log probabilities"
-        )
-    check_exact_floats(mask, "token_mask_delta")
+def _check_mask(mask: Sequence[float], log_probs: Sequence[float]) -> None:
     if not set(mask) <= {0.0, 1.0}:
         raise ValueError("token_mask_delta: every value must be 0.0 or 1.0")
     if any(compress(log_probs, map(operator.not_, mask))):

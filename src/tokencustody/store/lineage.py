@@ -1,7 +1,8 @@
-"""The lineage store: names the proven parent of a request among the committed calls of its rollout."""
+"""The resolver: names the proven parent of a request among the committed calls of its rollout."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,18 +12,18 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tokencustody.errors import InvalidRecordError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
-from tokencustody.lineage import ROOT, Candidate, choose_parent, join_chain, resolved, unresolved
-from tokencustody.protocols import LineageResolution
-from tokencustody.records import TokenEntry
+from tokencustody.lineage import NO_MATCH, ROOT, Candidate, choose_parent, join_chain, resolved, unresolved
+from tokencustody.protocols import LineageMatch, LineageResolution
+from tokencustody.records import ParentResolutionStatus, TokenEntry
 from tokencustody.sql.codec import unpack_entry
-from tokencustody.sql.tables import FailureKind, entries, failures
+from tokencustody.sql.tables import FailureKind, entries, failures, ledger_calls
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey
 from tokencustody.store.ids import check_rollout_id
 
 
-class SqlLineageStore(SqlStore):
-    """A `LineageResolver` over the calls that any process has committed."""
+class SqlLineageResolver(SqlStore):
+    """A `LineageResolver` over the calls that any process has committed: complete records first, then the ledger."""
 
     def is_process_shared(self) -> bool:
         """Return True: every process that opens the database sees the same calls."""
@@ -44,19 +45,27 @@ class SqlLineageStore(SqlStore):
         if not fingerprint:
             return ROOT
 
-        async def decide(connection: AsyncConnection) -> tuple[str | Candidate, list[Any]]:
-            rows = await connection.execute(_candidates(key, fingerprint))
+        async def choose(connection: AsyncConnection, candidates: Any) -> Candidate | str:
+            rows = await connection.execute(candidates)
             with _naming_request_items():
-                choice = choose_parent([Candidate(*row) for row in rows], request_items)
-            if isinstance(choice, str):
-                return choice, []
-            return choice, list(await connection.execute(_chain(key, choice.model_call_id)))
+                return choose_parent([Candidate(*row) for row in rows], request_items)
 
-        choice, rows = await self._database.read(decide)
-        if isinstance(choice, str):
+        async def decide(connection: AsyncConnection) -> LineageResolution | list[TokenEntry]:
+            choice = await choose(connection, _candidates(key, fingerprint))
+            if isinstance(choice, Candidate):
+                rows = (await connection.execute(_chain(key, choice.model_call_id))).all()
+                return _in_order(rows, choice.model_call_id)
+            if choice == NO_MATCH:
+                choice = await choose(connection, _ledger_candidates(key, fingerprint))
+            if isinstance(choice, Candidate):
+                found = await connection.execute(_ledger_call(key, choice.model_call_id))
+                return _resolved_to_ledger(found.one())
             return unresolved(choice)
-        chain = _in_order(rows, choice.model_call_id)
-        return resolved(chain[-1], join_chain(chain))
+
+        decision = await self._database.read(decide)
+        if isinstance(decision, LineageResolution):
+            return decision
+        return resolved(decision[-1], join_chain(decision))
 
 
 @contextmanager
@@ -81,6 +90,39 @@ def _candidates(key: RolloutKey, fingerprint: str) -> Any:
         or_(call.fingerprint_version == FINGERPRINT_VERSION, call.fingerprint_version.is_(None)),
         ~_conflicting(key),
     )
+
+
+def _ledger_candidates(key: RolloutKey, fingerprint: str) -> Any:
+    call = ledger_calls.c
+    # Unversioned rows do not count, nor rows that no child could be chained to.
+    return select(
+        call.model_call_id,
+        call.continuation_context_len,
+        call.continuation_context_digest,
+        call.cumulative_hash,
+        call.cum_len,
+    ).where(
+        key.of(ledger_calls),
+        call.continuation_fingerprint == fingerprint,
+        call.fingerprint_version == FINGERPRINT_VERSION,
+        call.chain_hash.is_not(None),
+    )
+
+
+def _ledger_call(key: RolloutKey, model_call_id: str) -> Any:
+    return select(ledger_calls).where(key.of(ledger_calls), ledger_calls.c.model_call_id == model_call_id)
+
+
+def _resolved_to_ledger(row: Any) -> LineageResolution:
+    match = LineageMatch(
+        model_call_id=row.model_call_id,
+        cumulative_token_ids=(),
+        digest=row.cumulative_hash,
+        staging_chain=tuple(json.loads(row.staging_chain)),
+        prev_len=row.cum_len,
+        chain_hash=row.chain_hash,
+    )
+    return LineageResolution(ParentResolutionStatus.RESOLVED, match)
 
 
 def _conflicting(key: RolloutKey) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Self
 
-from tokencustody.store.lineage import SqlLineageStore
+from tokencustody.store.ledger import SqlLineageStore
 from tokencustody.store.sink import SqlTokenSink
 from tokencustody.store.source import SqlTokenSource
 

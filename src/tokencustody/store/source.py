@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import delete, exists, literal, select
+from sqlalchemy import exists, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tokencustody.errors import InvalidRecordError
-from tokencustody.protocols import CallRefusal, RolloutRemovalPayload, TokenCaptureSnapshot
+from tokencustody.protocols import CallRefusal, TokenCaptureSnapshot
 from tokencustody.sql.codec import unpack_entry
-from tokencustody.sql.tables import (
-    FenceState,
-    VersionEvent,
-    entries,
-    failures,
-    fences,
-    intents,
-    snapshot_versions,
-)
-from tokencustody.store.base import SqlStore, now
+from tokencustody.sql.tables import FenceState, VersionEvent, entries, intents
+from tokencustody.store.base import now
 from tokencustody.store.fence import (
     RolloutKey,
     Stamp,
@@ -31,13 +23,8 @@ from tokencustody.store.fence import (
     lock_fence_txn,
     refuse_if_retired,
 )
-from tokencustody.store.ids import check_batch, check_rollout_id
-
-# What a rollout holds besides its fence and its history, in the order in which it is removed.
-_RECORDS = (entries, intents, failures)
-
-
-_Removal = Callable[[AsyncConnection, RolloutKey, Stamp], Awaitable[bool]]
+from tokencustody.store.ids import check_rollout_id
+from tokencustody.store.removal import RolloutRemover, remove_records_txn
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +36,7 @@ class _Frozen:
     refusals: tuple[CallRefusal, ...]
 
 
-class SqlTokenSource(SqlStore):
+class SqlTokenSource(RolloutRemover):
     """A `TokenSource` with a strict fence.
 
     Every method returns once its change is durable, and raises StoreUnavailableError when the deadline passes first.
@@ -134,7 +121,7 @@ class SqlTokenSource(SqlStore):
                 return fence.version - 1 == version
             if fence.version != version:
                 return False
-            await _remove_records_txn(connection, key)
+            await remove_records_txn(connection, key)
             await advance_txn(
                 connection,
                 key,
@@ -148,75 +135,8 @@ class SqlTokenSource(SqlStore):
 
         return await self._database.lifecycle(retire_snapshot)
 
-    async def retire(self, rollout_ids: Sequence[str]) -> RolloutRemovalPayload:
-        """Remove the records of rollouts in any state and keep their fences. Repeating it is a no-op.
-
-        All ids are checked before anything changes: TypeError for a bare string, InvalidRecordError for an id outside
-        the rules. Each rollout is retired in a transaction of its own.
-        """
-
-        async def retire_one(connection: AsyncConnection, key: RolloutKey, stamp: Stamp) -> bool:
-            fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
-            if fence.state is FenceState.RETIRED:
-                return False
-            removed = await _remove_records_txn(connection, key)
-            await advance_txn(
-                connection,
-                key,
-                fence,
-                VersionEvent.RETIRE,
-                stamp,
-                state=FenceState.RETIRED,
-                retired_at=stamp.at,
-            )
-            return removed > 0
-
-        return await self._for_each(rollout_ids, retire_one)
-
-    async def delete(self, rollout_ids: Sequence[str]) -> RolloutRemovalPayload:
-        """Remove the records, fences and histories of rollouts, after which their ids read as unused.
-
-        Repeating it is a no-op. Checks and transactions as for `retire`.
-        """
-
-        async def delete_one(connection: AsyncConnection, key: RolloutKey, _stamp: Stamp) -> bool:
-            if await find_fence_txn(connection, key, exclusive=True) is None:
-                return False
-            removed = await _remove_records_txn(connection, key)
-            for table in (snapshot_versions, fences):
-                await connection.execute(delete(table).where(key.of(table)))
-            return removed > 0
-
-        return await self._for_each(rollout_ids, delete_one)
-
-    async def _for_each(self, rollout_ids: Sequence[str], remove: _Removal) -> RolloutRemovalPayload:
-        result = RolloutRemovalPayload(absent=[], removed=[])
-        for rollout_id in check_batch(rollout_ids):
-            removed = await self._remove(RolloutKey(self.run, rollout_id), remove)
-            result["removed" if removed else "absent"].append(rollout_id)
-        return result
-
-    async def _remove(self, key: RolloutKey, remove: _Removal) -> bool:
-        stamp = Stamp.make(now(), self.written_by)
-        had_records = False
-
-        async def attempt(connection: AsyncConnection) -> bool:
-            nonlocal had_records
-            # Or-ed: a repeat after a commit whose answer was lost finds nothing left to remove.
-            had_records = await remove(connection, key, stamp) or had_records
-            return had_records
-
-        return await self._database.lifecycle(attempt)
-
 
 async def _has_dangling_intent_txn(connection: AsyncConnection, key: RolloutKey) -> bool:
     captured = exists().where(key.of(entries), entries.c.model_call_id == intents.c.model_call_id)
     dangling = select(literal(1)).where(key.of(intents), intents.c.refusal_code.is_(None), ~captured).limit(1)
     return (await connection.execute(dangling)).first() is not None
-
-
-async def _remove_records_txn(connection: AsyncConnection, key: RolloutKey) -> int:
-    removed = 0
-    for table in _RECORDS:
-        removed += (await connection.execute(delete(table).where(key.of(table)))).rowcount
-    return removed

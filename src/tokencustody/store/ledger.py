@@ -1,0 +1,336 @@
+"""The capture ledger: the token-free rows of calls whose token data inference workers staged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from sqlalchemy import exists, func, insert, literal, or_, select, union_all
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tokencustody.errors import InvalidRecordError, PayloadConflictError, RolloutRetiredError
+from tokencustody.fingerprint import conversation_digest
+from tokencustody.sql.codec import first_problem
+from tokencustody.sql.tables import FenceState, fences, ledger_calls, ledger_failures
+from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, ManifestFailure, RolloutManifest
+from tokencustody.store.base import now
+from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn
+from tokencustody.store.ids import check_call_id, check_rollout_id, check_text
+from tokencustody.store.lineage import SqlLineageResolver
+from tokencustody.store.removal import RolloutRemover
+
+LOGGER = logging.getLogger(__name__)
+
+MISSING_RESPONSE_ID_REASON = "ledger_row_missing_response_id"
+MISSING_CHAIN_HASH_REASON = "ledger_row_missing_chain_hash"
+
+# The columns of a call that are fields of its manifest row.
+_RECORD_COLUMNS = tuple(name for name in CallRecord.model_fields if name in ledger_calls.c)
+_MAX_COLUMN_INT = 2**63 - 1
+
+
+class SqlLineageStore(SqlLineageResolver, RolloutRemover):
+    """A `CaptureLedger`, and the `LineageResolver` over complete records and ledger rows.
+
+    Every method returns once its row is durable and visible to every process, and raises StoreUnavailableError when
+    the deadline passes first.
+    """
+
+    async def record(self, commit: CaptureLedgerCommit) -> None:
+        """Publish a staged call, so that the next request on any worker can resolve to it.
+
+        The same commit again is a no-op; other data under the call id, or a call that was recorded as failed, raises
+        PayloadConflictError (a ValueError). A retired rollout discards the commit with a warning that names its staging
+        key. Raises InvalidRecordError for a malformed commit.
+        """
+        row = _row_of_commit(commit)
+        key = RolloutKey(self.run, commit.rollout_id)
+        outcome = await self._add(key, ledger_calls, row)
+        if outcome == _RETIRED:
+            LOGGER.warning(
+                "rollout %s of run %s is retired: call %s is discarded; its tokens stay staged under %s",
+                key.rollout_id,
+                key.run,
+                row["model_call_id"],
+                row["staging_key"],
+            )
+
+    async def record_failure(self, rollout_id: str, model_call_id: str, reason: str) -> None:
+        """Record that a call's token capture did not complete. It never becomes a parent.
+
+        The same reason again is a no-op, another one raises PayloadConflictError (a ValueError). A retired rollout
+        discards the failure with a warning.
+        """
+        key = RolloutKey(self.run, check_rollout_id(rollout_id))
+        check_call_id(model_call_id)
+        if not check_text(reason, "reason"):
+            raise InvalidRecordError("reason must not be empty")
+        outcome = await self._add(key, ledger_failures, {"model_call_id": model_call_id, "reason": reason})
+        if outcome == _RETIRED:
+            LOGGER.warning(
+                "rollout %s of run %s is retired: the failure of call %s (%s) is discarded",
+                rollout_id,
+                self.run,
+                model_call_id,
+                reason,
+            )
+
+    async def manifest(self, rollout_id: str) -> dict[str, Any]:
+        """Return the rollout's ledger, in commit order, as plain data that validates as `RolloutManifest`.
+
+        A row without a response id or chain hash stands under `failures`. Raises RolloutRetiredError for a retired
+        rollout; one that is unknown has an empty manifest.
+        """
+        calls, failures = await self._rows(rollout_id)
+        problems: list[tuple[int, ManifestFailure]] = [
+            (row.position, ManifestFailure(model_call_id=row.model_call_id, reason=row.reason))
+            for row in failures
+        ]
+        records = []
+        for row in calls:
+            reason = _why_incomplete(row)
+            if reason is None:
+                records.append(CallRecord(**_record_fields(row)))
+            else:
+                problems.append(
+                    (row.position, ManifestFailure(model_call_id=row.model_call_id, reason=reason))
+                )
+        manifest = RolloutManifest(
+            rollout_id=rollout_id,
+            records=records,
+            failures=[failure for _, failure in sorted(problems, key=lambda problem: problem[0])],
+        )
+        return manifest.model_dump(mode="json")
+
+    async def has_rows(self, rollout_id: str) -> bool:
+        """Return whether the ledger has any row, committed or failed. Raises RolloutRetiredError when retired."""
+        key = RolloutKey(self.run, check_rollout_id(rollout_id))
+
+        async def look(connection: AsyncConnection) -> bool:
+            await _refuse_if_retired_txn(connection, key)
+            any_row = or_(exists().where(key.of(ledger_calls)), exists().where(key.of(ledger_failures)))
+            return bool(await connection.scalar(select(any_row)))
+
+        return await self._database.read(look)
+
+    async def export_rows(self, rollout_id: str) -> list[dict[str, Any]]:
+        """Return every row of the ledger in commit order, as plain JSON-compatible data for `import_rows`.
+
+        Raises RolloutRetiredError for a retired rollout.
+        """
+        calls, failures = await self._rows(rollout_id)
+        rows = [(row.position, _exported(rollout_id, row)) for row in calls]
+        rows += [
+            (
+                row.position,
+                {"rollout_id": rollout_id, "model_call_id": row.model_call_id, "reason": row.reason},
+            )
+            for row in failures
+        ]
+        return [exported for _, exported in sorted(rows, key=lambda row: row[0])]
+
+    async def import_rows(self, rollout_id: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add exported rows to a rollout, all or none, in their order.
+
+        Rows that another rollout exported keep that rollout's id in `capture_key`, under which their tokens are
+        staged. A row that is there already is skipped. Raises PayloadConflictError for other data under a call id,
+        InvalidRecordError that names a malformed row, RolloutRetiredError for a retired rollout.
+        """
+        key = RolloutKey(self.run, check_rollout_id(rollout_id))
+        checked = [_imported(rollout_id, number, row) for number, row in enumerate(rows)]
+        stamp = Stamp.make(now(), self.written_by)
+
+        async def add_all(connection: AsyncConnection) -> None:
+            if await _lock_txn(connection, key, stamp) == _RETIRED:
+                raise _retired(key)
+            for table, row in checked:
+                await _add_txn(connection, key, table, row, stamp)
+
+        await self._database.lifecycle(add_all)
+
+    async def _add(self, key: RolloutKey, table: Any, row: dict[str, Any]) -> str:
+        stamp = Stamp.make(now(), self.written_by)
+
+        async def add(connection: AsyncConnection) -> str:
+            if await _lock_txn(connection, key, stamp) == _RETIRED:
+                return _RETIRED
+            await _add_txn(connection, key, table, row, stamp)
+            return "stored"
+
+        # Exclusive, because commit order is a position that is counted per rollout.
+        return await self._database.lifecycle(add)
+
+    async def _rows(self, rollout_id: str) -> tuple[Sequence[Any], Sequence[Any]]:
+        key = RolloutKey(self.run, check_rollout_id(rollout_id))
+
+        async def read(connection: AsyncConnection) -> tuple[Sequence[Any], Sequence[Any]]:
+            await _refuse_if_retired_txn(connection, key)
+            calls = await connection.execute(
+                select(ledger_calls).where(key.of(ledger_calls)).order_by(ledger_calls.c.position)
+            )
+            failures = await connection.execute(
+                select(ledger_failures).where(key.of(ledger_failures)).order_by(ledger_failures.c.position)
+            )
+            return calls.all(), failures.all()
+
+        return await self._database.read(read)
+
+
+_RETIRED = "retired"
+
+
+async def _lock_txn(connection: AsyncConnection, key: RolloutKey, stamp: Stamp) -> str:
+    fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
+    return _RETIRED if fence.state is FenceState.RETIRED else "writable"
+
+
+async def _add_txn(
+    connection: AsyncConnection, key: RolloutKey, table: Any, row: dict[str, Any], stamp: Stamp
+) -> None:
+    """Add a row at the rollout's next position. The same row again is a no-op; other data is a conflict."""
+    call = row["model_call_id"]
+    identity = table.c.payload_sha256 if table is ledger_calls else table.c.reason
+    held = await connection.scalar(select(identity).where(key.of(table), table.c.model_call_id == call))
+    if held is not None and held == row[identity.name]:
+        return
+    failed = table is ledger_calls and await connection.scalar(
+        select(ledger_failures.c.reason).where(
+            key.of(ledger_failures), ledger_failures.c.model_call_id == call
+        )
+    )
+    if held is not None or failed:
+        said = f"it was recorded as failed ({failed})" if failed else "it was recorded before with other data"
+        raise PayloadConflictError(
+            f"conflicting ledger record for model call {call} of rollout {key.rollout_id}: {said}; that stays"
+        )
+    positions = union_all(
+        *(
+            select(func.max(t.c.position).label("position")).where(key.of(t))
+            for t in (ledger_calls, ledger_failures)
+        )
+    ).subquery()
+    last = await connection.scalar(select(func.coalesce(func.max(positions.c.position), literal(0))))
+    signed = {"committed_at" if table is ledger_calls else "recorded_at": stamp.at, "written_by": stamp.by}
+    await connection.execute(insert(table), {**key.columns(), **row, "position": (last or 0) + 1, **signed})
+
+
+def _row_of_commit(commit: CaptureLedgerCommit) -> dict[str, Any]:
+    if not isinstance(commit, CaptureLedgerCommit):
+        raise InvalidRecordError(f"commit must be a CaptureLedgerCommit, not {type(commit).__name__}")
+    data = commit.model_dump()
+    try:
+        checked = CaptureLedgerCommit.model_validate(data)
+    except ValidationError as exc:
+        raise InvalidRecordError(first_problem(exc)) from None
+    check_rollout_id(checked.rollout_id)
+    try:
+        context_digest = conversation_digest(checked.request_items)
+        identity = json.dumps(data, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise InvalidRecordError(f"request_items or response_items of the commit: {exc}") from None
+    return _call_row(
+        checked.record.model_dump(),
+        staging_chain=checked.staging_chain,
+        context_len=len(checked.request_items),
+        context_digest=context_digest,
+        sha256=hashlib.sha256(identity).hexdigest(),
+    )
+
+
+def _call_row(
+    record: Mapping[str, Any],
+    *,
+    staging_chain: Iterable[str],
+    context_len: int,
+    context_digest: str,
+    sha256: str,
+) -> dict[str, Any]:
+    row = {name: record.get(name) for name in _RECORD_COLUMNS}
+    check_call_id(record["model_call_id"])
+    for name, value in row.items():
+        if isinstance(value, str):
+            check_text(value, f"record.{name}")
+        elif isinstance(value, int) and value > _MAX_COLUMN_INT:
+            raise InvalidRecordError(f"record.{name}: {value} does not lie between 0 and 2^63-1")
+    chain = [check_text(key, f"staging_chain[{index}]") for index, key in enumerate(staging_chain)]
+    return row | {
+        "staging_chain": json.dumps(chain, ensure_ascii=False),
+        "continuation_context_len": context_len,
+        "continuation_context_digest": context_digest,
+        "payload_sha256": sha256,
+    }
+
+
+def _record_fields(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _RECORD_COLUMNS}
+
+
+def _why_incomplete(row: Any) -> str | None:
+    if not row.response_id:
+        return MISSING_RESPONSE_ID_REASON
+    return None if row.chain_hash else MISSING_CHAIN_HASH_REASON
+
+
+def _exported(rollout_id: str, row: Any) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout_id,
+        "model_call_id": row.model_call_id,
+        "record": _record_fields(row),
+        "staging_chain": json.loads(row.staging_chain),
+        "continuation_context_len": row.continuation_context_len,
+        "continuation_context_digest": row.continuation_context_digest,
+        "payload_sha256": row.payload_sha256,
+    }
+
+
+def _imported(rollout_id: str, number: int, row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the table and the columns of an exported row. Raises InvalidRecordError that names the row."""
+    try:
+        source = check_rollout_id(row["rollout_id"])
+        if "reason" in row:
+            check_call_id(row["model_call_id"])
+            failure = ManifestFailure(model_call_id=row["model_call_id"], reason=row["reason"])
+            return ledger_failures, {
+                "model_call_id": failure.model_call_id,
+                "reason": check_text(failure.reason, "reason"),
+            }
+        record = dict(row["record"])
+        # A row that lacks one of these is kept and stands under the manifest's failures; the rest must be right.
+        CallRecord.model_validate(
+            record
+            | {
+                "response_id": record.get("response_id") or "-",
+                "chain_hash": record.get("chain_hash") or "0" * 64,
+            }
+        )
+        if source != rollout_id:
+            record["capture_key"] = record.get("capture_key") or source
+        return ledger_calls, _call_row(
+            record,
+            staging_chain=row["staging_chain"],
+            context_len=row["continuation_context_len"],
+            context_digest=check_text(row["continuation_context_digest"], "continuation_context_digest"),
+            sha256=check_text(row["payload_sha256"], "payload_sha256"),
+        )
+    except ValidationError as exc:
+        raise InvalidRecordError(f"rows[{number}]: {first_problem(exc)}") from None
+    except KeyError as exc:
+        raise InvalidRecordError(f"rows[{number}]: {exc.args[0]} is missing") from None
+    except (ValueError, TypeError) as exc:
+        raise InvalidRecordError(f"rows[{number}]: {exc}") from None
+
+
+async def _refuse_if_retired_txn(connection: AsyncConnection, key: RolloutKey) -> None:
+    state = await connection.scalar(select(fences.c.state).where(key.of(fences)))
+    if state == FenceState.RETIRED:
+        raise _retired(key)
+
+
+def _retired(key: RolloutKey) -> RolloutRetiredError:
+    return RolloutRetiredError(
+        f"rollout {key.rollout_id} of run {key.run} is retired and its ledger is gone; delete it to use the id again"
+    )
