@@ -65,7 +65,7 @@ def decode_routed_experts(payload: Any) -> RoutedExpertsFragment:
     if not isinstance(payload, str):
         layers, topk = _block_shape(payload)
         return RoutedExpertsFragment(payload, "legacy-int", layers, topk)
-    dtype, (tokens, layers, topk), encoded = _open_envelope(payload)
+    dtype, (_, layers, topk), encoded = _open_envelope(payload)
     try:
         data = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
+from tokencustody.records import response_to_output_items
 from tokencustody.staging.records import (
     TERMINAL_AMBIGUOUS,
     TERMINAL_DUPLICATE_CALL_ID,
@@ -180,7 +182,7 @@ def _by_content(records: Sequence[CallRecord], response: Mapping[str, Any]) -> t
     if whole != last:
         # A response of several turns is a whole trajectory, which only its last call continues.
         matches = [record for record in comparable if record.continuation_fingerprint == whole]
-    matches = matches or [record for record in comparable if record.output_fingerprint in (whole, last)]
+    matches = matches or [record for record in comparable if record.output_fingerprint == last]
     return matches, CONTENT_AMBIGUOUS if matches else NO_CONTENT_MATCH
 
 
@@ -203,7 +205,7 @@ def _last_turn(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _is_input(item: Mapping[str, Any]) -> bool:
-    return item.get("role", "assistant") != "assistant" or str(item.get("type")).endswith("_output")
+    return (item.get("role") or "assistant") != "assistant" or str(item.get("type")).endswith("_output")
 
 
 def _only(matches: Sequence[CallRecord]) -> str | None:
