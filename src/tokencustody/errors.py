@@ -6,6 +6,8 @@ No message contains a password, a token id or a log probability.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class TokenCaptureFrozenError(RuntimeError):
     """A write arrived after its rollout was frozen.
@@ -37,6 +39,17 @@ class PayloadConflictError(ValueError):
 
 class CorruptEntryError(RuntimeError):
     """A stored call is not what was written: its bytes do not match their recorded hash, or do not decode."""
+
+
+class StagedCallMissingError(LookupError):
+    """Staged calls that were asked for are not there. `staging_keys` lists all of them, in the order asked."""
+
+    def __init__(self, staging_keys: Sequence[str]) -> None:
+        super().__init__(staging_keys)
+        self.staging_keys = list(staging_keys)
+
+    def __str__(self) -> str:
+        return f"nothing is staged under {', '.join(map(repr, self.staging_keys))}"
 
 
 class LineageError(RuntimeError):

@@ -176,11 +176,12 @@ def _encode_fields(fields: dict[str, Any]) -> tuple[int, bytes]:
     except (TypeError, ValueError):
         pass  # an integer beyond 64 bits, or a value that the next line names
     for name, value in fields.items():
-        _require_json(value, name)
+        require_json(value, name)
     return _PYTHON_JSON, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _require_json(value: Any, path: str) -> None:
+def require_json(value: Any, path: str) -> None:
+    """Raise InvalidRecordError, naming the place, unless `value` comes back from JSON text as it was given."""
     pending = [(path, value, 1)]
     while pending:
         path, value, depth = pending.pop()

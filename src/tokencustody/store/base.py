@@ -13,8 +13,8 @@ from tokencustody.sql.url import parse_url
 from tokencustody.store.ids import check_rollout_id, check_text
 
 
-class SqlStore:
-    """A client of one database and one run. Making it opens nothing; it may be used from any task of any event loop.
+class DatabaseClient:
+    """A client of one database and one run. Making it opens nothing.
 
     `url` names the database: `sqlite:///captures.db`, a path, or `postgresql://user@host/database`. `run` is the
     namespace of every rollout id, under the same rules as an id. `writer` signs rows instead of `host:pid`. `deadline`
@@ -45,6 +45,13 @@ class SqlStore:
         # Not kept: a fork has another pid.
         return self._writer or f"{socket.gethostname()}:{os.getpid()}"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._database.url.display!r}, run={self.run!r})"
+
+
+class SqlStore(DatabaseClient):
+    """A client whose methods are coroutines, which may be used from any task of any event loop."""
+
     async def close(self) -> None:
         """Release resources. Idempotent; nothing is ever buffered."""
         await self._database.close()
@@ -54,9 +61,6 @@ class SqlStore:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._database.url.display!r}, run={self.run!r})"
 
 
 def now() -> datetime:
