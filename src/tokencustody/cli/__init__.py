@@ -14,6 +14,7 @@ from tokencustody.cli.db import db
 from tokencustody.cli.demo import demo
 from tokencustody.cli.printing import printable
 from tokencustody.cli.rollouts import rollouts, show
+from tokencustody.cli.serve import serve
 from tokencustody.errors import (
     CorruptEntryError,
     DurabilityError,
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.add_typer(db, name="db")
 app.command()(rollouts)
 app.command()(show)
+app.command()(serve)
 app.command()(conformance)
 app.command()(demo)
 
