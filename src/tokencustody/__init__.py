@@ -36,9 +36,18 @@ from tokencustody.records import (
 from tokencustody.staging.records import CallRecord, CaptureLedgerCommit
 
 if TYPE_CHECKING:
-    from tokencustody.store import CaptureStore, SqlLineageStore, SqlTokenSink, SqlTokenSource, open_store
+    from tokencustody.store import (
+        AttachedBuffer,
+        CaptureStore,
+        SqlLineageStore,
+        SqlStagingStore,
+        SqlTokenSink,
+        SqlTokenSource,
+        open_store,
+    )
 
 __all__ = [
+    "AttachedBuffer",
     "CallRecord",
     "CallRefusal",
     "CaptureLedger",
@@ -52,6 +61,7 @@ __all__ = [
     "RolloutRemovalPayload",
     "RolloutRetiredError",
     "SqlLineageStore",
+    "SqlStagingStore",
     "SqlTokenSink",
     "SqlTokenSource",
     "TokenCaptureFrozenError",
@@ -75,7 +85,15 @@ __all__ = [
     "stamp_lineage",
 ]
 
-_STORE_NAMES = {"CaptureStore", "SqlLineageStore", "SqlTokenSink", "SqlTokenSource", "open_store"}
+_STORE_NAMES = {
+    "AttachedBuffer",
+    "CaptureStore",
+    "SqlLineageStore",
+    "SqlStagingStore",
+    "SqlTokenSink",
+    "SqlTokenSource",
+    "open_store",
+}
 
 
 def __getattr__(name: str) -> Any:

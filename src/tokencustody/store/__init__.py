@@ -1,8 +1,18 @@
 """The capture store: one file per protocol."""
 
+from tokencustody.store.attachments import AttachedBuffer
 from tokencustody.store.ledger import SqlLineageStore
 from tokencustody.store.opening import CaptureStore, open_store
 from tokencustody.store.sink import SqlTokenSink
 from tokencustody.store.source import SqlTokenSource
+from tokencustody.store.staging import SqlStagingStore
 
-__all__ = ["CaptureStore", "SqlLineageStore", "SqlTokenSink", "SqlTokenSource", "open_store"]
+__all__ = [
+    "AttachedBuffer",
+    "CaptureStore",
+    "SqlLineageStore",
+    "SqlStagingStore",
+    "SqlTokenSink",
+    "SqlTokenSource",
+    "open_store",
+]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any, Self
 
 from tokencustody.store.ledger import SqlLineageStore
 from tokencustody.store.sink import SqlTokenSink
 from tokencustody.store.source import SqlTokenSource
+from tokencustody.store.staging import SqlStagingStore
 
 
 class CaptureStore:
-    """The stores of one database and run: `sink`, `source` and `lineage`. They share one engine."""
+    """The stores of one database and run: `sink`, `source` and `lineage`, which share one engine, and `staging`, which
+    is synchronous and has its own."""
 
     def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
         self.sink = SqlTokenSink(url, **options)
         self.source = SqlTokenSource(url, **options)
         self.lineage = SqlLineageStore(url, **options)
+        self.staging = SqlStagingStore(url, **options)
 
     @property
     def run(self) -> str:
@@ -27,6 +31,8 @@ class CaptureStore:
         """Release resources. Idempotent; nothing is ever buffered."""
         for store in (self.sink, self.source, self.lineage):
             await store.close()
+        # It waits for calls in other threads, which need not stop this loop.
+        await asyncio.to_thread(self.staging.close)
 
     async def __aenter__(self) -> Self:
         return self

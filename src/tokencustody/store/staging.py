@@ -1,0 +1,318 @@
+"""The staging store: where inference workers stage token deltas, and a trainer reads them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Self
+
+from pydantic import BaseModel
+from sqlalchemy import ColumnElement, delete, insert, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tokencustody.errors import (
+    CorruptEntryError,
+    InvalidRecordError,
+    LineageError,
+    StagedCallMissingError,
+    StoreUnavailableError,
+)
+from tokencustody.sql.dialects import insert_if_absent
+from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
+from tokencustody.sql.staged_codec import (
+    CALL_COLUMNS,
+    check_payload,
+    differing_columns,
+    pack_call,
+    unpack_call,
+    unpack_extras,
+    unpack_token_ids,
+    validated_call,
+    where,
+)
+from tokencustody.sql.tables import FenceState, fences, ledger_calls, staged_attachments, staged_calls
+from tokencustody.staging.digest import hash_token_ids
+from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult, staging_key
+from tokencustody.store.attachments import IDENTITY_COLUMNS, pack_attachments, unpack_attachment
+from tokencustody.store.base import DatabaseClient, now
+from tokencustody.store.ids import check_call_id, check_rollout_id
+from tokencustody.store.portal import BackgroundLoop
+
+_CALL = staged_calls.c
+_PAYLOAD = (_CALL.payload, _CALL.payload_sha256)
+_METADATA = tuple(_CALL[name] for name in CALL_COLUMNS)
+# Two parameters for each key; the databases take 32,766 and more, but plans for long lists are slow.
+_KEYS_PER_QUERY = 500
+
+
+class SqlStagingStore(DatabaseClient):
+    """A `StagingSink` and `StagingSource`. Any thread may call it, several at once, also one that runs an event loop.
+
+    The methods are synchronous: they wait until their change is durable, and raise StoreUnavailableError when the
+    deadline passes first. Connections live in a background thread that starts with the first call; a forked process
+    gets its own. Close the store, or use it in `with`. Staged calls have no fence: freezing or retiring their rollout
+    neither hinders nor removes them.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        run: str = "default",
+        writer: str | None = None,
+        deadline: float = DEFAULT_DEADLINE,
+        pool_size: int = DEFAULT_POOL_SIZE,
+    ) -> None:
+        super().__init__(url, run=run, writer=writer, deadline=deadline, pool_size=pool_size)
+        self._background = BackgroundLoop(f"the store on {self._database.url.display}", self._database.close)
+
+    def close(self) -> None:
+        """Wait for calls that are running, then release resources. Idempotent; nothing is ever buffered."""
+        self._background.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def stage(self, record: StagedCallRecord, *, attachments: Mapping[str, Any] | None = None) -> StageResult:
+        """Make the record and its attachments durable, all or nothing, under "rollout_id/model_call_id".
+
+        The same record with the same attachments again is a success. Other data under the key, a record or attachment
+        that cannot be stored as it is, and a database that cannot be reached give a failed result whose error says
+        which; nothing of the call is stored then. `attachments` as for `pack_attachments`; no digest covers them.
+        A record of another implementation is checked like one of ours, and answered with that implementation's
+        `StageResult`. Raises TypeError when `record` is no pydantic model or `attachments` no mapping.
+        """
+        result = _result_type(record)
+        try:
+            differing = self._stage(validated_call(record), pack_attachments(attachments))
+        except (InvalidRecordError, CorruptEntryError, StoreUnavailableError) as exc:
+            return result(ok=False, error=str(exc))
+        if differing:
+            return result(
+                ok=False,
+                error=f"{where(record)} was staged before with other data (differing: {', '.join(differing)}); the "
+                "first stays",
+            )
+        return result(ok=True, staging_key=staging_key(record.rollout_id, record.model_call_id))
+
+    def fetch(self, staging_keys: Sequence[str]) -> list[StagedCallBaseSnapshot]:
+        """Return one verified snapshot for each key, in the order of the keys; a key named twice has it twice.
+
+        Raises StagedCallMissingError that names every key without a call, CorruptEntryError for a call whose stored
+        bytes are not those that were staged.
+        """
+        rows = self._rows(staging_keys, *_METADATA, *_PAYLOAD)
+        snapshots = {key: unpack_call(row) for key, row in rows.items()}
+        return [snapshots[key] for key in staging_keys]
+
+    def fetch_extras(self, staging_keys: Sequence[str]) -> list[dict[str, Any] | None]:
+        """Return the extras of each key, in the order of the keys, verified by the call's extras digest.
+
+        Errors as for `fetch`.
+        """
+        rows = self._rows(staging_keys, *_METADATA, _CALL.extras)
+        extras = {key: unpack_extras(row) for key, row in rows.items()}
+        return [extras[key] for key in staging_keys]
+
+    def fetch_attachments(self, key: str) -> dict[str, Any]:
+        """Return the attachments of one staged call by name: bytes, text and JSON values as they were given, and an
+        `AttachedBuffer` for each that was a buffer.
+
+        Errors as for `fetch`.
+        """
+        (parsed,) = _parsed([key]).values()
+
+        async def read(connection: AsyncConnection) -> Sequence[Any] | None:
+            if parsed is None or not await connection.scalar(
+                select(_CALL.model_call_id).where(self._are(staged_calls, [parsed]))
+            ):
+                return None
+            this_call = self._are(staged_attachments, [parsed])
+            return (await connection.execute(select(staged_attachments).where(this_call))).all()
+
+        rows = self._background.run(lambda: self._database.read(read))
+        if rows is None:
+            raise StagedCallMissingError([key])
+        return {row.name: unpack_attachment(row) for row in rows}
+
+    def fetch_prefix_token_ids(self, staging_chain: Sequence[str]) -> list[int]:
+        """Return the token ids of a whole chain, root first, as its calls' deltas concatenated. No keys: no ids.
+
+        Proven by the last call's cumulative hash. Raises LineageError that names the call where the keys are no chain,
+        and for the rest as `fetch`.
+        """
+        rows = self._rows(staging_chain, *_METADATA, *_PAYLOAD)
+        token_ids: list[int] = []
+        links = [rows[key] for key in staging_chain]
+        for link in links:
+            if link.prev_len != len(token_ids):
+                raise LineageError(
+                    f"{where(link)} follows {link.prev_len} tokens, but the chain before it has {len(token_ids)}"
+                )
+            token_ids += unpack_token_ids(link)
+            if not link.cum_len == link.prev_len + link.delta_len == len(token_ids):
+                raise LineageError(f"{where(link)}: its lengths are not those of its token ids")
+        if links and hash_token_ids(token_ids) != links[-1].cumulative_hash:
+            # The hash of each payload tells a corrupt link from calls that are no chain.
+            for link in links:
+                check_payload(link)
+            raise LineageError(f"{where(links[-1])}: the chain's token ids do not have its cumulative hash")
+        return token_ids
+
+    def delete(self, staging_keys: Sequence[str]) -> list[str]:
+        """Remove staged calls and their attachments; return the keys that were there, each once, in input order.
+
+        Either all of them are removed or none.
+        """
+        keys = _parsed(staging_keys)
+        removed: set[str] = set()
+
+        async def remove(connection: AsyncConnection) -> None:
+            for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
+                found = await connection.execute(
+                    select(_CALL.rollout_id, _CALL.model_call_id).where(self._are(staged_calls, chunk))
+                )
+                # Added up: a repeat after a commit whose answer was lost finds nothing left to remove.
+                removed.update(staging_key(*row) for row in found)
+                for table in (staged_attachments, staged_calls):
+                    await connection.execute(delete(table).where(self._are(table, chunk)))
+
+        self._background.run(lambda: self._database.write(remove))
+        return [key for key in keys if key in removed]
+
+    def orphans(self, run: str | None = None, *, min_age: float = 0.0) -> list[str]:
+        """Return the keys, sorted, of staged calls that nothing will read: no ledger row of the run names them, and
+        their rollout is frozen, retired or has no fence.
+
+        A call that was staged a moment ago may still be recorded, and only then does a new rollout get its fence: pass
+        as `min_age` the seconds that a recording may take before you delete what this returns. `run` defaults to the
+        store's own.
+        """
+        run = self.run if run is None else check_rollout_id(run, "run")
+        key = _CALL.rollout_id + "/" + _CALL.model_call_id
+        # Joins, not subqueries for each row: SQLite makes an index for a join.
+        statement = (
+            select(key)
+            .outerjoin(ledger_calls, (ledger_calls.c.run == _CALL.run) & (ledger_calls.c.staging_key == key))
+            .outerjoin(fences, (fences.c.run == _CALL.run) & (fences.c.rollout_id == _CALL.rollout_id))
+            .where(
+                _CALL.run == run,
+                _CALL.staged_at <= now() - timedelta(seconds=min_age),
+                ledger_calls.c.run.is_(None),
+                fences.c.state.is_(None) | (fences.c.state != FenceState.OPEN),
+            )
+        )
+
+        async def read(connection: AsyncConnection) -> list[str]:
+            return sorted((await connection.execute(statement)).scalars())
+
+        return self._background.run(lambda: self._database.read(read))
+
+    def _stage(self, record: StagedCallRecord, attachments: list[dict[str, Any]]) -> list[str]:
+        """Store a call and return nothing, or return what differs in the one that was stored before."""
+        key = (check_rollout_id(record.rollout_id), check_call_id(record.model_call_id))
+        if record.parent_call_id is not None:
+            check_call_id(record.parent_call_id, "parent_call_id")
+        packed = pack_call(record)
+        identity = {"run": self.run, "rollout_id": key[0], "model_call_id": key[1]}
+        row = identity | {
+            **{name: getattr(record, name) for name in CALL_COLUMNS},
+            "token_width": packed.token_width,
+            "staged_at": now(),
+            "written_by": self.written_by,
+            "payload": packed.payload,
+            "payload_sha256": packed.sha256,
+            "extras": packed.extras,
+        }
+
+        async def store(connection: AsyncConnection) -> list[str]:
+            while True:
+                stored = await connection.execute(insert_if_absent(connection, staged_calls), row)
+                if stored.rowcount:
+                    if attachments:
+                        await connection.execute(
+                            insert(staged_attachments), [identity | attachment for attachment in attachments]
+                        )
+                    return []
+                found = await connection.execute(
+                    select(*_METADATA, *_PAYLOAD).where(self._are(staged_calls, [key]))
+                )
+                # None: it was deleted between the two statements.
+                if (held := found.one_or_none()) is not None:
+                    return _differing(held, row) + await differing_attachments(connection)
+
+        async def differing_attachments(connection: AsyncConnection) -> list[str]:
+            columns = [staged_attachments.c[name] for name in IDENTITY_COLUMNS]
+            found = await connection.execute(select(*columns).where(self._are(staged_attachments, [key])))
+            held = {tuple(row) for row in found}
+            given = {tuple(attachment[name] for name in IDENTITY_COLUMNS) for attachment in attachments}
+            return [f"attachment {name}" for name in sorted({row[0] for row in held ^ given})]
+
+        return self._background.run(lambda: self._database.write(store))
+
+    def _rows(self, staging_keys: Sequence[str], *columns: ColumnElement[Any]) -> dict[str, Any]:
+        """Return the rows by key. Raises StagedCallMissingError that names every key without one."""
+        keys = _parsed(staging_keys)
+
+        async def read(connection: AsyncConnection) -> dict[str, Any]:
+            rows = {}
+            for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
+                found = await connection.execute(select(*columns).where(self._are(staged_calls, chunk)))
+                rows.update({staging_key(row.rollout_id, row.model_call_id): row for row in found})
+            return rows
+
+        rows = self._background.run(lambda: self._database.read(read))
+        if missing := [key for key in keys if key not in rows]:
+            raise StagedCallMissingError(missing)
+        return rows
+
+    def _are(self, table: Any, keys: Sequence[tuple[str, str]]) -> ColumnElement[bool]:
+        """Return the condition that a row of `table` belongs to one of these calls."""
+        condition: ColumnElement[bool] = (table.c.run == self.run) & tuple_(
+            table.c.rollout_id, table.c.model_call_id
+        ).in_(keys)
+        return condition
+
+
+def _result_type(record: BaseModel) -> type[StageResult]:
+    if not isinstance(record, BaseModel):
+        raise TypeError(f"record must be a StagedCallRecord, not {type(record).__name__}")
+    # Another implementation takes only its own class for an answer; it stands beside its record.
+    beside: type[StageResult] = getattr(sys.modules.get(type(record).__module__), "StageResult", StageResult)
+    return beside
+
+
+def _parsed(staging_keys: Sequence[str]) -> dict[str, tuple[str, str] | None]:
+    """Return, for each key once, its rollout and call; None for a key that no staged call can have."""
+    if isinstance(staging_keys, str | bytes) or not isinstance(staging_keys, Sequence):
+        raise TypeError(f"staging keys must be a sequence of texts, not {type(staging_keys).__name__}")
+    keys: dict[str, tuple[str, str] | None] = {}
+    for index, key in enumerate(staging_keys):
+        if not isinstance(key, str):
+            raise TypeError(f"staging key {index} must be text, not {type(key).__name__}")
+        # A rollout id has no slash, a call id may.
+        rollout_id, _, model_call_id = key.partition("/")
+        try:
+            keys[key] = (check_rollout_id(rollout_id), check_call_id(model_call_id))
+        except InvalidRecordError:
+            keys[key] = None
+    return keys
+
+
+def _chunks(keys: list[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    return (keys[start : start + _KEYS_PER_QUERY] for start in range(0, len(keys), _KEYS_PER_QUERY))
+
+
+def _differing(held: Any, row: dict[str, Any]) -> list[str]:
+    """Return the names of the fields in which a stored row is not the given one."""
+    # The digest differs with whatever it covers, so its name would say nothing.
+    names = [name for name in CALL_COLUMNS if name != "digest" and getattr(held, name) != row[name]]
+    return [name.replace("extras_digest", "extras") for name in names] + differing_columns(
+        held, SimpleNamespace(**row)
+    )
