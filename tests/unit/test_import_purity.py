@@ -16,6 +16,11 @@ PURE_MODULES = [
     "tokencustody.staging.protocols",
     "tokencustody.staging.capture",
     "tokencustody.staging.conformance",
+    "tokencustody.staging.adapters.megatron",
+    "tokencustody.staging.adapters.vllm",
+    "tokencustody.staging.rebuild",
+    "tokencustody.staging.routes",
+    "tokencustody.staging.terminal",
 ]
 HEAVY = [
     "sqlalchemy",

@@ -22,10 +22,12 @@ from tokencustody.staging.digest import (
 from tokencustody.staging.records import CallRecord, RolloutReceipt, StagedCallBaseSnapshot
 
 # The receipt as a whole
-ROLLOUT_FAILED = "rollout_failed"
 UNSUPPORTED_SCHEMA = "unsupported_schema"
 UNSUPPORTED_DIGEST = "unsupported_digest"
 UNSUPPORTED_EXTRAS_DIGEST = "unsupported_extras_digest"
+ROLLOUT_FAILED = "rollout_failed"
+CAPTURE_POISONED = "capture_poisoned"
+EMPTY_MANIFEST = "empty_manifest"
 DUPLICATE_MANIFEST_ROW = "duplicate_manifest_row"
 ROW_COUNT_MISMATCH = "row_count_mismatch"
 # A row and its snapshot; a field that differs has the code "wrong_" + its name
@@ -44,7 +46,11 @@ CUMULATIVE_HASH_MISMATCH = "cumulative_hash_mismatch"
 EMPTY_GENERATION = "empty_generation"
 INVALID_MASK_ORDER = "invalid_mask_order"
 
-_VERSIONS = ("schema_version", "digest_version", "extras_digest_version")
+_VERSIONS = {
+    "schema_version": (STAGING_SCHEMA_VERSION, UNSUPPORTED_SCHEMA),
+    "digest_version": (STAGING_DIGEST_VERSION, UNSUPPORTED_DIGEST),
+    "extras_digest_version": (EXTRAS_DIGEST_VERSION, UNSUPPORTED_EXTRAS_DIGEST),
+}
 _COMPARED = (
     "parent_call_id",
     "prev_len",
@@ -124,21 +130,14 @@ def verify_and_linearize(
     `snapshots` are those of all manifest rows, in the manifest's order. Extras that a snapshot carries are verified
     too. Raises ReceiptVerificationError.
     """
-    if receipt.capture_poisoned:
-        raise ReceiptVerificationError(ROLLOUT_FAILED, receipt.failure_reason or "no reason given")
-    supported = (
-        (UNSUPPORTED_SCHEMA, "schema", receipt.schema_version, STAGING_SCHEMA_VERSION),
-        (UNSUPPORTED_DIGEST, "digest", receipt.digest_version, STAGING_DIGEST_VERSION),
-        (
-            UNSUPPORTED_EXTRAS_DIGEST,
-            "extras digest",
-            receipt.extras_digest_version,
-            EXTRAS_DIGEST_VERSION,
-        ),
-    )
-    for code, what, version, known in supported:
+    for name, (known, code) in _VERSIONS.items():
+        version = getattr(receipt, name)
         if version != known:
-            raise ReceiptVerificationError(code, f"{what} version {version} of the receipt is not {known}")
+            raise ReceiptVerificationError(code, f"the receipt has {name} {version}, not {known}")
+    if receipt.failure_reason is not None:
+        raise ReceiptVerificationError(ROLLOUT_FAILED, receipt.failure_reason)
+    if receipt.capture_poisoned:
+        raise ReceiptVerificationError(CAPTURE_POISONED, "the receipt is poisoned and gives no reason")
     return linearize(
         receipt.rollout_id, snapshots, receipt.manifest, terminal_hint=receipt.terminal_model_call_id
     )
@@ -156,6 +155,8 @@ def linearize(
     Raises ReceiptVerificationError, also when no terminal is given: it is never guessed here.
     """
     records = {record.model_call_id: record for record in manifest}
+    if not records:
+        raise ReceiptVerificationError(EMPTY_MANIFEST, "the manifest has no calls")
     if len(records) != len(manifest):
         raise ReceiptVerificationError(DUPLICATE_MANIFEST_ROW, "the manifest names a model call twice")
     if len(snapshots) != len(manifest):
@@ -194,13 +195,12 @@ def _check_identity(
 
 
 def _compare_row(record: CallRecord, snapshot: StagedCallBaseSnapshot) -> None:
-    for name in _VERSIONS:
-        known = CallRecord.model_fields[name].default
-        if not getattr(snapshot, name) == getattr(record, name) == known:
+    for name, (known, _) in _VERSIONS.items():
+        staged, recorded = getattr(snapshot, name), getattr(record, name)
+        if not staged == recorded == known:
             raise ReceiptVerificationError(
                 f"wrong_{name}",
-                f"call {record.model_call_id}: snapshot {getattr(snapshot, name)}, "
-                f"manifest {getattr(record, name)}, receipt {known}",
+                f"call {record.model_call_id}: snapshot {staged}, manifest {recorded}, expected {known}",
             )
     for name in _COMPARED:
         staged, recorded = getattr(snapshot, name), getattr(record, name)

@@ -18,12 +18,12 @@ def with_required_prefix(request_payload: Mapping[str, Any], prefix_ids: Sequenc
 
 
 def token_ids(value: Any, field: str) -> list[int]:
-    """Return the ids as a new list. Raises ValueError, naming `field`, unless all are plain integers from 0."""
+    """Return the ids as a new list. Raises ValueError, naming `field`, unless all are integers from 0 to 2^64-1."""
     ids = _column(value, field)
     if not set(map(type, ids)) <= {int}:
         raise ValueError(f"{field}: every token id must be an integer")
-    if min(ids, default=0) < 0:
-        raise ValueError(f"{field}: a token id is negative")
+    if min(ids, default=0) < 0 or max(ids, default=0) >= 1 << 64:
+        raise ValueError(f"{field}: every token id must lie from 0 to 2^64-1")
     return ids
 
 
