@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ValidationError
@@ -173,7 +174,8 @@ class RolloutControlClient:
 def _check_base_url(base_url: str) -> str:
     try:
         url = httpx.URL(base_url)
-    except httpx.InvalidURL:
+        urlsplit(base_url)  # refuses the brackets that httpx takes for a name
+    except (ValueError, httpx.InvalidURL):
         url = httpx.URL("")
     # Not shown: it may hold a password.
     if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:

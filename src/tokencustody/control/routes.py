@@ -82,8 +82,11 @@ def install_rollout_control_routes(
     path = CONTROL_ROUTE_PREFIX + "/{rest:path}"
     if any(isinstance(route, Route) and route.path == path for route in app.router.routes):
         raise ValueError("the control routes are installed on this app already")
+    route = Route(path, endpoint, include_in_schema=False)
+    # Starlette's own expression matches no line break, and such a path would reach the app's other routes.
+    route.path_regex = re.compile(re.escape(CONTROL_ROUTE_PREFIX) + r"/(?P<rest>.*)\Z", re.DOTALL)
     # First, so that a catch-all route of the app cannot take the requests.
-    app.router.routes.insert(0, Route(path, endpoint, include_in_schema=False))
+    app.router.routes.insert(0, route)
 
 
 class _ControlEndpoint:
