@@ -7,8 +7,9 @@
       lineage_store: tokencustody.integrations.nemo_gym:SqlLineageStore
       lineage_store_kwargs: {url: "postgresql://trainer@db/captures", run: run-42}
 
-A trainer reads with `SqlTokenSource` of the same `url` and `run`. What the stores promise, and their other
-options, are those of `tokencustody.store`; token lists are handed over, not copied.
+A trainer reads with `SqlTokenSource` of the same `url` and `run`. Inference workers stage with `SqlStagingStore`, from
+which a trainer fetches. What the stores promise, and their other options, are those of `tokencustody.store`; token
+lists are handed over, not copied.
 """
 
 # nemo-gym ships no type information.
@@ -16,7 +17,7 @@ options, are those of `tokencustody.store`; token lists are handed over, not cop
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -33,6 +34,7 @@ try:
         TokenEntry,
         protocols,
     )
+    from nemo_gym.token_id_capture.staging import StagedCallBaseSnapshot
 except ModuleNotFoundError as exc:
     if exc.name is None or exc.name.partition(".")[0] != "nemo_gym":
         raise
@@ -46,6 +48,7 @@ except ModuleNotFoundError as exc:
 __all__ = [
     "RolloutRetiredError",
     "SqlLineageStore",
+    "SqlStagingStore",
     "SqlTokenSink",
     "SqlTokenSource",
     "TokenCaptureFrozenError",
@@ -138,6 +141,14 @@ class SqlLineageStore(store.SqlLineageStore):
             match=None if match is None else LineageMatch(**vars(match)),
             reason=decision.reason,
         )
+
+
+class SqlStagingStore(store.SqlStagingStore):
+    """A Gym `StagingSink` and `StagingSource`."""
+
+    def fetch(self, staging_keys: Sequence[str]) -> list[StagedCallBaseSnapshot]:
+        """Return Gym's snapshots, verified. Errors as for `tokencustody.store.SqlStagingStore.fetch`."""
+        return [construct(StagedCallBaseSnapshot, dict(snapshot)) for snapshot in super().fetch(staging_keys)]
 
 
 def _gym_entry(entry: records.TokenEntry) -> TokenEntry:

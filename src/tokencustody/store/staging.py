@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from pydantic import BaseModel
-from sqlalchemy import ColumnElement, delete, insert, select, tuple_
+from sqlalchemy import ColumnElement, Select, Text, and_, column, delete, insert, select, values
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tokencustody.errors import (
@@ -43,9 +43,10 @@ from tokencustody.store.portal import BackgroundLoop
 
 _CALL = staged_calls.c
 _PAYLOAD = (_CALL.payload, _CALL.payload_sha256)
+_IDS = (_CALL.rollout_id, _CALL.model_call_id)
 _METADATA = tuple(_CALL[name] for name in CALL_COLUMNS)
-# Two parameters for each key; the databases take 32,766 and more, but plans for long lists are slow.
-_KEYS_PER_QUERY = 500
+# Two parameters for each key, of which the databases take about 32,766.
+_KEYS_PER_QUERY = 1000
 
 
 class SqlStagingStore(DatabaseClient):
@@ -130,10 +131,10 @@ class SqlStagingStore(DatabaseClient):
 
         async def read(connection: AsyncConnection) -> Sequence[Any] | None:
             if parsed is None or not await connection.scalar(
-                select(_CALL.model_call_id).where(self._are(staged_calls, [parsed]))
+                select(_CALL.model_call_id).where(self._of_call(staged_calls, parsed))
             ):
                 return None
-            this_call = self._are(staged_attachments, [parsed])
+            this_call = self._of_call(staged_attachments, parsed)
             return (await connection.execute(select(staged_attachments).where(this_call))).all()
 
         rows = self._background.run(lambda: self._database.read(read))
@@ -175,13 +176,12 @@ class SqlStagingStore(DatabaseClient):
 
         async def remove(connection: AsyncConnection) -> None:
             for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
-                found = await connection.execute(
-                    select(_CALL.rollout_id, _CALL.model_call_id).where(self._are(staged_calls, chunk))
-                )
+                found = (await connection.execute(self._asked_for(chunk, _IDS))).all()
                 # Added up: a repeat after a commit whose answer was lost finds nothing left to remove.
                 removed.update(staging_key(*row) for row in found)
                 for table in (staged_attachments, staged_calls):
-                    await connection.execute(delete(table).where(self._are(table, chunk)))
+                    for row in found:
+                        await connection.execute(delete(table).where(self._of_call(table, row)))
 
         self._background.run(lambda: self._database.write(remove))
         return [key for key in keys if key in removed]
@@ -196,17 +196,13 @@ class SqlStagingStore(DatabaseClient):
         """
         run = self.run if run is None else check_rollout_id(run, "run")
         key = _CALL.rollout_id + "/" + _CALL.model_call_id
-        # Joins, not subqueries for each row: SQLite makes an index for a join.
+        gone_or_fenced = fences.c.state.is_(None) | (fences.c.state != FenceState.OPEN)
         statement = (
             select(key)
-            .outerjoin(ledger_calls, (ledger_calls.c.run == _CALL.run) & (ledger_calls.c.staging_key == key))
             .outerjoin(fences, (fences.c.run == _CALL.run) & (fences.c.rollout_id == _CALL.rollout_id))
-            .where(
-                _CALL.run == run,
-                _CALL.staged_at <= now() - timedelta(seconds=min_age),
-                ledger_calls.c.run.is_(None),
-                fences.c.state.is_(None) | (fences.c.state != FenceState.OPEN),
-            )
+            .where(_CALL.run == run, _CALL.staged_at <= now() - timedelta(seconds=min_age), gone_or_fenced)
+            # EXCEPT, because there is no index by staging key.
+            .except_(select(ledger_calls.c.staging_key).where(ledger_calls.c.run == run))
         )
 
         async def read(connection: AsyncConnection) -> list[str]:
@@ -241,7 +237,7 @@ class SqlStagingStore(DatabaseClient):
                         )
                     return []
                 found = await connection.execute(
-                    select(*_METADATA, *_PAYLOAD).where(self._are(staged_calls, [key]))
+                    select(*_METADATA, *_PAYLOAD).where(self._of_call(staged_calls, key))
                 )
                 # None: it was deleted between the two statements.
                 if (held := found.one_or_none()) is not None:
@@ -249,7 +245,7 @@ class SqlStagingStore(DatabaseClient):
 
         async def differing_attachments(connection: AsyncConnection) -> list[str]:
             columns = [staged_attachments.c[name] for name in IDENTITY_COLUMNS]
-            found = await connection.execute(select(*columns).where(self._are(staged_attachments, [key])))
+            found = await connection.execute(select(*columns).where(self._of_call(staged_attachments, key)))
             held = {tuple(row) for row in found}
             given = {tuple(attachment[name] for name in IDENTITY_COLUMNS) for attachment in attachments}
             return [f"attachment {name}" for name in sorted({row[0] for row in held ^ given})]
@@ -263,7 +259,7 @@ class SqlStagingStore(DatabaseClient):
         async def read(connection: AsyncConnection) -> dict[str, Any]:
             rows = {}
             for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
-                found = await connection.execute(select(*columns).where(self._are(staged_calls, chunk)))
+                found = await connection.execute(self._asked_for(chunk, columns))
                 rows.update({staging_key(row.rollout_id, row.model_call_id): row for row in found})
             return rows
 
@@ -272,12 +268,19 @@ class SqlStagingStore(DatabaseClient):
             raise StagedCallMissingError(missing)
         return rows
 
-    def _are(self, table: Any, keys: Sequence[tuple[str, str]]) -> ColumnElement[bool]:
-        """Return the condition that a row of `table` belongs to one of these calls."""
-        condition: ColumnElement[bool] = (table.c.run == self.run) & tuple_(
-            table.c.rollout_id, table.c.model_call_id
-        ).in_(keys)
-        return condition
+    def _asked_for(
+        self, keys: Sequence[tuple[str, str]], columns: Sequence[ColumnElement[Any]]
+    ) -> Select[Any]:
+        """Return the query for these calls, which looks each of them up by its primary key."""
+        # A list of pairs in an IN would make SQLite read the whole run, and PostgreSQL plan for longer than it reads.
+        asked = values(column("rollout_id", Text), column("model_call_id", Text)).data(keys).cte("asked")
+        is_asked = (_CALL.rollout_id == asked.c.rollout_id) & (_CALL.model_call_id == asked.c.model_call_id)
+        return select(*columns).select_from(asked).join(staged_calls, (_CALL.run == self.run) & is_asked)
+
+    def _of_call(self, table: Any, key: tuple[str, str]) -> ColumnElement[bool]:
+        """Return the condition that a row of `table` belongs to this call."""
+        columns = table.c
+        return and_(columns.run == self.run, columns.rollout_id == key[0], columns.model_call_id == key[1])
 
 
 def _result_type(record: BaseModel) -> type[StageResult]:
