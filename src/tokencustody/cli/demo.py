@@ -17,11 +17,19 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
 
-from tokencustody.demo.model import MODEL_NAME, ChatModel, DemoPackagesMissingError, ModelServerError
+from tokencustody.cli.printing import printable
+from tokencustody.demo.model import (
+    MODEL_NAME,
+    ChatModel,
+    DemoPackagesMissingError,
+    ModelServerError,
+    find_model,
+)
 from tokencustody.demo.report import Report, calls_table, make_report, totals_table
 from tokencustody.demo.rollouts import RolloutPlayer
 from tokencustody.demo.tasks import MAX_TURNS, plan_rollouts
@@ -47,6 +55,14 @@ _QUESTIONS = """
   WHERE run = '{run}' AND event NOT IN ('open', 'freeze') ORDER BY recorded_at;
 """
 
+_STAGING_STEPS = """
+The staged calls of run {run} stay in {url}; the ledger's rows went when the trainer retired the rollouts.
+
+  -- How many tokens did each weight version add?
+  SELECT weight_version, mode, count(*) AS calls, sum(delta_len) AS tokens
+  FROM staged_calls WHERE run = '{run}' GROUP BY 1, 2 ORDER BY 1, 2;
+"""
+
 
 def demo(
     url: Annotated[
@@ -60,14 +76,24 @@ def demo(
         int, typer.Option(min=1, max=16, help="How many rollouts to play at the same time.")
     ] = 4,
     seed: Annotated[int, typer.Option(help="Seeds the conversations and the sampling.")] = 0,
+    staging: Annotated[
+        bool,
+        typer.Option(help="Let an inference worker stage the tokens, and a trainer read them over HTTP."),
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON only.")] = False,
 ) -> None:
     """Play multi-turn rollouts against a real chat model on this machine and capture every token.
 
     Announces each call before it is made and puts it after, retries some with identical bytes, loses one on
     purpose, then freezes every rollout and reports what the store holds. The database stays.
+
+    With --staging, an inference worker, a serving process and a trainer are processes of their own: the worker stages
+    each call's tokens, the serving process keeps the ledger, and the trainer verifies what it can train on.
     """
     run = run or time.strftime("demo-%Y%m%d-%H%M%S")
+    if staging:
+        _show_staging(url, run, rollouts, turns, workers, seed, json_output)
+        return
     try:
         report = asyncio.run(_demo(url, run, rollouts, turns, workers, seed))
     except (DemoPackagesMissingError, ModelServerError) as exc:
@@ -109,6 +135,57 @@ async def _demo(url: str, run: str, rollouts: int, turns: int, workers: int, see
                 snapshots.append(await store.source.freeze(plan.rollout_id))
                 progress.advance(freezing)
     return make_report(snapshots, played, seconds)
+
+
+def _show_staging(
+    url: str, run: str, rollouts: int, turns: int, workers: int, seed: int, json_output: bool
+) -> None:
+    try:
+        find_model()
+        from tokencustody.demo.staging.processes import RoleFailedError
+        from tokencustody.demo.staging.report import spans_table, totals_table
+        from tokencustody.demo.staging.run import RunTakenError, run_staging_demo
+    except ImportError as exc:
+        typer.echo(f"error: {exc}", err=True)
+        raise typer.Exit(1) from None
+    with _progress() as progress:
+        bars: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                bars[what] = progress.add_task(what, total=total)
+            progress.update(bars[what], completed=done)
+
+        try:
+            report = asyncio.run(
+                run_staging_demo(
+                    url,
+                    run,
+                    rollouts=rollouts,
+                    turns=turns,
+                    workers=workers,
+                    seed=seed,
+                    max_tokens=MAX_NEW_TOKENS,
+                    progress=show,
+                )
+            )
+        except (RoleFailedError, RunTakenError) as exc:
+            progress.stop()
+            typer.echo(f"error: {printable(str(exc))}", err=True)
+            raise typer.Exit(1) from None
+    if json_output:
+        typer.echo(
+            json.dumps({"run": run, "url": parse_url(url).display, "model": MODEL_NAME, **report.as_json()})
+        )
+        return
+    console = Console()
+    console.print(totals_table(report), spans_table(report))
+    console.print(
+        _STAGING_STEPS.format(run=run, url=parse_url(url).display),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""The demo with worker staging: an inference worker, a serving process and a trainer, each a process of its own."""
