@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokencustody.conformance.report import Capability
+from tokencustody.conformance.threads import in_thread
 
 Factory = Callable[[], Any]
 
 RECORDS = "records"
 SINK_METHODS = ("begin_call", "refuse_call")
 SOURCE_METHODS = ("retire", "delete")
+# Optional methods of a ledger and a staging store, by the capability that they are.
+LEDGER_METHODS = {"ledger_retire": "retire", "ledger_delete": "delete"}
+STAGING_METHODS = {
+    "fetch_extras": "fetch_extras",
+    "fetch_attachments": "fetch_attachments",
+    "fetch_prefix": "fetch_prefix_token_ids",
+    "staging_delete": "delete",
+}
+ATTACHMENTS = "attachments"
 PROCESSES = "processes"
+CLOSE_TIMEOUT = 10.0
 
 
 @dataclass
@@ -31,6 +44,7 @@ class Transport:
     suffix: str
     capabilities: dict[str, Capability] = field(default_factory=dict)
     rollout_ids: list[str] = field(default_factory=list)
+    staging_keys: list[str] = field(default_factory=list)
 
     def note(self, name: str, present: bool, detected: str) -> None:
         """Record a capability. A later note of the same name wins."""
@@ -55,11 +69,35 @@ async def detect(transport: Transport) -> None:
         argument = "lineage_factory" if name == "lineage" else "other_namespace"
         transport.note(name, given is not None, f"{argument} {'given' if given is not None else 'not given'}")
     transport.note(PROCESSES, False, "not tried: the strict fence was not checked")
-    for name, factory in (("ledger", transport.ledger_factory), ("staging", transport.staging_factory)):
-        text = (
-            "given; this version of the kit has no checks for it yet" if factory is not None else "not given"
-        )
-        transport.note(name, factory is not None, f"{name}_factory {text}")
+    for name, factory, optional in (
+        ("ledger", transport.ledger_factory, LEDGER_METHODS),
+        ("staging", transport.staging_factory, STAGING_METHODS),
+    ):
+        transport.note(name, factory is not None, f"{name}_factory {'not ' * (factory is None)}given")
+        if factory is not None:
+            await _detect_optional(transport, name, optional)
+
+
+async def _detect_optional(transport: Transport, name: str, methods: dict[str, str]) -> None:
+    async with Case(transport, "detect") as case:
+        client = case.ledger() if name == "ledger" else case.staging()
+        for capability, method in methods.items():
+            present = callable(getattr(client, method, None))
+            verb = "has" if present else "has no"
+            transport.note(capability, present, f"{type(client).__name__} {verb} method {method}")
+        if name == "staging":
+            takes = _takes_attachments(client.stage)
+            transport.note(ATTACHMENTS, takes, f"stage {'takes' if takes else 'does not take'} attachments")
+
+
+def _takes_attachments(stage: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(stage).bind(None, attachments=None)
+    except TypeError:
+        return False
+    except ValueError:  # a function without a signature, such as one written in C
+        return True
+    return True
 
 
 class Case:
@@ -69,7 +107,7 @@ class Case:
         self.transport = transport
         self.name = name
         self.random = random.Random(name)  # noqa: S311 - repeatable test data
-        self._clients: list[Any] = []
+        self._closers: list[Callable[[], Awaitable[object]]] = []
         self._rollouts = 0
 
     async def __aenter__(self) -> Case:
@@ -77,9 +115,9 @@ class Case:
 
     async def __aexit__(self, *exc_info: object) -> None:
         errors = []
-        for client in reversed(self._clients):
+        for close in reversed(self._closers):
             try:
-                await client.close()
+                await close()
             except Exception as exc:
                 errors.append(exc)
         if errors and exc_info[1] is None:
@@ -100,6 +138,10 @@ class Case:
         self.transport.rollout_ids.append(rollout_id)
         return rollout_id
 
+    def claim_key(self, staging_key: str) -> None:
+        """Note that the check stages a call under `staging_key`."""
+        self.transport.staging_keys.append(staging_key)
+
     def sink(self) -> Any:
         """Return a fresh sink."""
         return self._open(self.transport.sink_factory)
@@ -111,6 +153,18 @@ class Case:
     def lineage(self) -> Any:
         """Return a fresh lineage resolver."""
         return self._open(self.transport.lineage_factory)
+
+    def ledger(self) -> Any:
+        """Return a fresh capture ledger."""
+        return self._open(self.transport.ledger_factory)
+
+    def staging(self) -> Any:
+        """Return a fresh staging store."""
+        client = self._made(self.transport.staging_factory)
+        if hasattr(client, "close"):
+            # Bounded: it may wait for a call that hangs in another thread.
+            self._closers.append(lambda: asyncio.wait_for(in_thread(client.close), CLOSE_TIMEOUT))
+        return client
 
     def other_sink(self) -> Any:
         """Return a fresh sink of the other namespace."""
@@ -125,8 +179,11 @@ class Case:
         return self.transport.offers(capability)
 
     def _open(self, factory: Factory | None) -> Any:
+        client = self._made(factory)
+        self._closers.append(lambda: client.close())
+        return client
+
+    def _made(self, factory: Factory | None) -> Any:
         if factory is None:
             raise LookupError(f"check {self.name} asks for a client that it does not list among its needs")
-        client = factory()
-        self._clients.append(client)
-        return client
+        return factory()

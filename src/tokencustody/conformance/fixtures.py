@@ -1,11 +1,16 @@
-"""Records for the checks."""
+"""Records and staged calls for the checks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
 from tokencustody.lineage import stamp_continuation
 from tokencustody.records import ParentResolutionStatus, TokenEntry, stamp_lineage
+from tokencustody.staging.digest import compute_chain_hash, compute_extras_digest, hash_token_ids
+from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, StagedCallRecord
 
 Items = list[dict[str, Any]]
 
@@ -69,3 +74,80 @@ def child_turn(
         entry, parent.model_call_id, parent_resolution=ParentResolutionStatus.RESOLVED, cumulative=whole
     )
     return stamp_continuation(entry, request)
+
+
+@dataclass(frozen=True)
+class StagedTurn:
+    """One call as its worker stages it (`staged`) and its server records it (`commit`), and its whole sequence."""
+
+    staged: StagedCallRecord
+    commit: CaptureLedgerCommit
+    token_ids: list[int]
+
+    @property
+    def key(self) -> str:
+        """The staging key."""
+        return self.staged.staging_key
+
+    def following(self, text: str = "And then?") -> Items:
+        """Return the request that goes on after this call."""
+        return [*self.commit.request_items, *self.commit.response_items, message("user", text)]
+
+
+def staged_turn(
+    rollout_id: str,
+    call: str = "call-1",
+    reply: str = "It stops late writes.",
+    *,
+    parent: StagedTurn | None = None,
+    token_ids: Sequence[int] | None = None,
+    mask: Sequence[float] | None = None,
+    log_probs: Sequence[float] | None = None,
+    extras: dict[str, Any] | None = None,
+    weight_version: int = 3,
+    **row: Any,
+) -> StagedTurn:
+    """Return a call that `reply` answered, a root or one that continues `parent`; its tokens follow from `call`.
+
+    `token_ids`, `mask` and `log_probs` replace the columns of the delta, `row` replaces fields of the ledger row.
+    """
+    first = sum(call.encode()) % 50_000
+    delta = [first, first + 1, first + 2] if token_ids is None else list(token_ids)
+    sampled = [0.0] + [1.0] * (len(delta) - 1) if mask is None else list(mask)
+    whole = [*(parent.token_ids if parent else ()), *delta]
+    staged = StagedCallRecord.from_components(
+        rollout_id=rollout_id,
+        model_call_id=call,
+        parent_call_id=parent.staged.model_call_id if parent else None,
+        mode="token_in" if parent else "text",
+        prev_len=len(whole) - len(delta),
+        delta_len=len(delta),
+        cum_len=len(whole),
+        weight_version=weight_version,
+        token_ids_delta=delta,
+        token_mask_delta=sampled,
+        generation_log_probs_delta=[-0.7 * m for m in sampled] if log_probs is None else list(log_probs),
+        extras=extras,
+        extras_digest=compute_extras_digest(extras),
+        chain_hash=compute_chain_hash(parent.staged.chain_hash if parent else None, delta),
+        cumulative_hash=hash_token_ids(whole),
+    )
+    request = parent.following() if parent else opening()
+    response = [message("assistant", reply)]
+    values: dict[str, Any] = {
+        "staging_key": staged.staging_key,
+        "response_id": f"response-{call}",
+        "admitted_at": 1_700_000_000.125,
+        "output_fingerprint": assistant_fingerprint(response),
+        "continuation_fingerprint": assistant_fingerprint([*request, *response]),
+        "fingerprint_version": FINGERPRINT_VERSION,
+    }
+    shared = staged.model_dump(include=set(CallRecord.model_fields))
+    commit = CaptureLedgerCommit(
+        rollout_id=rollout_id,
+        record=CallRecord(**(shared | values | row)),
+        staging_chain=(*(parent.commit.staging_chain if parent else ()), staged.staging_key),
+        request_items=request,
+        response_items=response,
+    )
+    return StagedTurn(staged, commit, whole)

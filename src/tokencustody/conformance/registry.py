@@ -20,6 +20,12 @@ CASES = (
     "parents",
     "exactness",
     "namespaces",
+    "ledger",
+    "ledger_lineage",
+    "ledger_removal",
+    "staging",
+    "staged_reads",
+    "attachments",
     "strict_fence",
 )
 

@@ -39,13 +39,14 @@ class Capability:
 class ConformanceReport:
     """The results of one run.
 
-    `rollout_ids` are those that the run wrote to, in both namespaces if there were two: delete them when
-    done.
+    `rollout_ids` are those that the run wrote to, in both namespaces if there were two, and `staging_keys` those
+    that it staged calls under: delete them when done.
     """
 
     results: tuple[CheckResult, ...]
     capabilities: tuple[Capability, ...]
     rollout_ids: tuple[str, ...]
+    staging_keys: tuple[str, ...] = ()
 
     @property
     def passed(self) -> list[str]:

@@ -67,9 +67,12 @@ async def check_conformance(
     A factory takes no argument and returns a fresh client over the one shared backend; each client is closed.
     Factories that can be pickled let the strict fence be raced from several processes. Those import the main
     module, so a script must start the kit under `if __name__ == "__main__":`. `other_namespace` is a sink and
-    a source factory over the same backend but another namespace. Each run writes to rollouts of its own,
-    whose ids begin with `rollout_id`, and leaves them there. `only` names the checks to run; `timeout`
-    (seconds) bounds each; `on_start` is called before each.
+    a source factory over the same backend but another namespace. `ledger_factory` returns a `CaptureLedger`
+    over the same backend and namespace, `staging_factory` an object with `stage` and `fetch`, and with
+    `fetch_extras`, `fetch_attachments`, `fetch_prefix_token_ids` and `delete` if it has them; its methods are
+    called from threads. Each run writes to rollouts of its own, whose ids begin with `rollout_id`, and leaves
+    them and what it staged there. `only` names the checks to run; `timeout` (seconds) bounds each; `on_start`
+    is called before each.
 
     Raises ValueError for an unknown name in `only` and for a `rollout_id` outside the rules of rollout ids or
     longer than 190 characters. Whatever the transport raises becomes a failed check.
@@ -98,7 +101,10 @@ async def check_conformance(
             on_start(check)
         results.append(await _run(check, transport, timeout))
     return ConformanceReport(
-        tuple(results), tuple(transport.capabilities.values()), tuple(dict.fromkeys(transport.rollout_ids))
+        tuple(results),
+        tuple(transport.capabilities.values()),
+        tuple(dict.fromkeys(transport.rollout_ids)),
+        tuple(dict.fromkeys(transport.staging_keys)),
     )
 
 
