@@ -120,10 +120,13 @@ class Crew:
                 break
             self._events.put_nowait(event)
         else:
-            if await process.wait() != 0:
+            code = await process.wait()
+            if code < 0:
+                failed = f"it was killed by signal {-code}"
+            elif code > 0:
                 log.seek(0)
                 last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
-                failed = f"it ended with {process.returncode}: {last or 'it gave no reason'}"
+                failed = last or f"it ended with {code} and gave no reason"
         if failed:
             self._events.put_nowait({"failed": f"the {role} process: {failed}"})
 
