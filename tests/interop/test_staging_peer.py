@@ -449,3 +449,8 @@ def test_the_constants_of_the_wire_are_the_peer_s() -> None:
     for name, value in vars(peer_records).items():
         if name.endswith("_REASON") or name.startswith("TERMINAL_"):
             assert getattr(records, name) == value
+
+
+def test_the_package_exports_what_the_peer_s_does() -> None:
+    # Attribution by a response is done by `assemble_receipt` here; the references name no function for it.
+    assert set(peer.__all__) - set(staging.__all__) == {"resolve_terminal"}

@@ -22,6 +22,15 @@ from tokencustody.staging.digest import (
     hash_token_ids,
 )
 from tokencustody.staging.protocols import CaptureAdapter, StagingSink, StagingSource, WeightVersionProvider
+from tokencustody.staging.rebuild import (
+    ExtrasCommitment,
+    LinearizedRow,
+    RebuildError,
+    ReceiptVerificationError,
+    WeightVersionSpan,
+    linearize,
+    verify_and_linearize,
+)
 from tokencustody.staging.records import (
     CallRecord,
     CaptureAdmission,
@@ -40,10 +49,26 @@ from tokencustody.staging.records import (
     StageResult,
     staging_key,
 )
+from tokencustody.staging.routes import (
+    MISSING_ROUTE_SENTINEL,
+    RoutedExpertsFragment,
+    RouteSpanMode,
+    classify_route_span,
+    decode_routed_experts,
+    encode_routed_experts,
+    routed_experts_token_count,
+)
+from tokencustody.staging.terminal import (
+    TerminalAttribution,
+    TerminalSelection,
+    assemble_receipt,
+    select_terminal_call,
+)
 
 __all__ = [
     "EMPTY_EXTRAS_DIGEST",
     "EXTRAS_DIGEST_VERSION",
+    "MISSING_ROUTE_SENTINEL",
     "STAGING_DIGEST_VERSION",
     "STAGING_SCHEMA_VERSION",
     "ActiveCall",
@@ -56,12 +81,18 @@ __all__ = [
     "CaptureLedgerCommit",
     "CaptureMode",
     "CommitCoords",
+    "ExtrasCommitment",
     "GenerationCutContinuation",
+    "LinearizedRow",
     "ManifestFailure",
+    "RebuildError",
+    "ReceiptVerificationError",
     "RolloutManifest",
     "RolloutReceipt",
     "RolloutRemoval",
     "RolloutTokenCapture",
+    "RouteSpanMode",
+    "RoutedExpertsFragment",
     "StageResult",
     "StagedCallBaseSnapshot",
     "StagedCallRecord",
@@ -69,15 +100,26 @@ __all__ = [
     "StagingSink",
     "StagingSource",
     "StreamingUnsupportedError",
+    "TerminalAttribution",
+    "TerminalSelection",
     "WeightVersionProvider",
+    "WeightVersionSpan",
+    "assemble_receipt",
     "assert_golden_vectors",
     "build_staging_delta",
+    "classify_route_span",
     "compute_chain_hash",
     "compute_extras_digest",
     "compute_staging_digest",
+    "decode_routed_experts",
+    "encode_routed_experts",
     "encode_token_ids",
     "hash_token_ids",
     "install_capture",
+    "linearize",
     "load_golden_vectors",
+    "routed_experts_token_count",
+    "select_terminal_call",
     "staging_key",
+    "verify_and_linearize",
 ]
