@@ -119,7 +119,7 @@ async def test_a_large_batch_is_split_and_merged_in_input_order() -> None:
     assert done.absent == [each for each in ids if each not in set(held)]
 
 
-async def test_a_batch_of_4096_on_a_database_is_one_request(ledger: SqlLineageStore) -> None:
+async def test_of_a_large_batch_the_rollouts_that_had_records_are_found(ledger: SqlLineageStore) -> None:
     ids = [f"rollout-{number}" for number in range(300)]
     await ledger.record(make_commit(ids[299]))
     async with control(ledger) as client:
@@ -216,6 +216,15 @@ async def test_a_wrong_token_is_told_from_a_refused_removal_on_a_real_server() -
     assert ledger.held == {"a"}
 
 
+async def test_a_removal_may_take_longer_the_more_rollouts_it_names() -> None:
+    server = Answers(httpx.ReadTimeout("late"))
+    async with RolloutControlClient(URL, TOKEN, timeout=7, transport=server) as client:
+        with pytest.raises(StoreUnavailableError, match="no answer within 57 seconds"):
+            await client.retire([f"r-{number}" for number in range(1_000)])
+    waits = server.requests[0].extensions["timeout"]
+    assert waits == {"connect": 7, "write": 7, "pool": 7, "read": 57}
+
+
 async def test_when_a_later_request_of_a_batch_fails_the_error_says_what_was_done() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         ids = json.loads(request.content)["rollout_ids"]
@@ -301,7 +310,7 @@ async def test_a_server_that_is_not_there_or_says_nothing_is_unavailable() -> No
         port = silent.sockets[0].getsockname()[1]
         async with RolloutControlClient(f"http://127.0.0.1:{port}", TOKEN, timeout=0.1) as client:
             with pytest.raises(StoreUnavailableError, match=r"no answer within 0\.1 seconds"):
-                await client.retire(["r"])
+                await client.manifest("r")
         await asyncio.wait_for(left.wait(), 10)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,6 +22,8 @@ from tokencustody.staging.records import RolloutManifest, RolloutRemoval
 from tokencustody.store.ids import check_batch, check_rollout_id
 
 DEFAULT_TIMEOUT = 60.0
+# A ledger removes rollout by rollout, each durably, so the answer to a large batch takes its time.
+REMOVAL_SECONDS = 0.05
 _LONGEST_DETAIL = 500
 
 _ERRORS: dict[int, type[Exception]] = {
@@ -41,11 +43,11 @@ _ERRORS: dict[int, type[Exception]] = {
 class RolloutControlClient:
     """Reads manifests and removes rollouts through the control routes of `base_url`.
 
-    `timeout` bounds, in seconds, each wait for the server: to connect, to send, and for its next bytes. `transport`
-    replaces httpx's own, for a proxy, a client certificate or a test; the client closes it. Proxies and credentials
-    of the environment are not used and redirects not followed, so that the token goes to `base_url` alone. Every
-    request has a connection of its own, so one client serves any event loop and never meets a connection that the
-    server has just closed.
+    `timeout` bounds, in seconds, each wait for the server: to connect, to send, and for its next bytes; a removal may
+    take another 0.05 seconds for each of its rollouts. `transport` replaces httpx's own, for a proxy, a client
+    certificate or a test; the client closes it. Proxies and credentials of the environment are not used and redirects
+    not followed, so that the token goes to `base_url` alone. Every request has a connection of its own, so one client
+    serves any event loop and never meets a connection that the server has just closed.
 
     No request is repeated. All of them are safe to repeat, but a removal that is repeated answers what is left: a
     rollout whose records the lost answer would have listed as removed is then absent.
@@ -65,9 +67,9 @@ class RolloutControlClient:
     ) -> None:
         self._base_url = _check_base_url(base_url)
         self._auth_token = check_auth_token(auth_token)
+        self._timeout = timeout
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {auth_token}", "Accept": "application/json"},
-            timeout=timeout,
             transport=transport,
             limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,
@@ -140,7 +142,7 @@ class RolloutControlClient:
         )
 
     async def _remove_batch(self, verb: str, batch: list[str], what: str) -> list[str]:
-        content = await self._request("POST", f"/rollouts/{verb}", what, {"rollout_ids": batch})
+        content = await self._request("POST", f"/rollouts/{verb}", what, batch)
         try:
             answer = RolloutRemoval.model_validate_json(content)
         except ValidationError as exc:
@@ -151,13 +153,19 @@ class RolloutControlClient:
             raise self._error(MalformedAnswerError, what, said)
         return answer.removed
 
-    async def _request(self, method: str, path: str, what: str, body: Any = None) -> bytes:
+    async def _request(
+        self, method: str, path: str, what: str, rollout_ids: Sequence[str] | None = None
+    ) -> bytes:
+        wait = self._timeout + REMOVAL_SECONDS * len(rollout_ids or ())
         try:
             response = await self._client.request(
-                method, self._base_url + CONTROL_ROUTE_PREFIX + path, json=body
+                method,
+                self._base_url + CONTROL_ROUTE_PREFIX + path,
+                json=None if rollout_ids is None else {"rollout_ids": rollout_ids},
+                timeout=httpx.Timeout(self._timeout, read=wait),
             )
         except httpx.TimeoutException as exc:
-            said = f"no answer within {self._client.timeout.read} seconds"
+            said = f"no answer within {wait:g} seconds"
             raise self._error(StoreUnavailableError, what, said) from exc
         except httpx.RequestError as exc:
             raise self._error(StoreUnavailableError, what, f"{type(exc).__name__}: {exc}") from exc
