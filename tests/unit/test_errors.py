@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from tokencustody import errors, protocols
@@ -12,6 +14,7 @@ from tokencustody import errors, protocols
         ("InvalidRecordError", ValueError),
         ("PayloadConflictError", ValueError),
         ("CorruptEntryError", RuntimeError),
+        ("StagedCallMissingError", LookupError),
         ("LineageError", RuntimeError),
         ("StoreUnavailableError", ConnectionError),
         ("SchemaMismatchError", RuntimeError),
@@ -27,3 +30,9 @@ def test_callers_can_catch_each_error_by_its_documented_base(error: str, base: t
 )
 def test_the_protocols_export_the_errors_they_define(name: str) -> None:
     assert getattr(protocols, name) is getattr(errors, name)
+
+
+def test_the_error_for_missing_staged_calls_lists_their_keys_and_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(errors.StagedCallMissingError(["r/a", "r/b"])))  # noqa: S301
+    assert error.staging_keys == ["r/a", "r/b"]
+    assert str(error) == "nothing is staged under 'r/a', 'r/b'"
