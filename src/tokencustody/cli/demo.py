@@ -179,7 +179,9 @@ def _show_staging(
         )
         return
     console = Console()
-    console.print(totals_table(report), spans_table(report))
+    console.print(totals_table(report))
+    if report.shown_spans:
+        console.print(spans_table(report))
     console.print(
         _STAGING_STEPS.format(run=run, url=parse_url(url).display),
         markup=False,

@@ -35,8 +35,6 @@ def run_role(role: Role) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(_run_until_stdin_ends(role))
-    except BrokenPipeError:
-        sys.exit(1)  # nobody listens any more
     except Exception as failure:
         logging.getLogger(__name__).exception("this process failed")
         exc = failure
@@ -67,8 +65,9 @@ async def _run_until_stdin_ends(role: Role) -> None:
 
 
 def _report(event: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(event) + "\n")
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):  # who listened is gone, and standard input tells so
+        sys.stdout.write(json.dumps(event) + "\n")
+        sys.stdout.flush()
 
 
 class Crew:
@@ -150,7 +149,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 class Line:
-    """One end of a socket between two processes: documents as lines of JSON, one at a time."""
+    """One end of a socket between serving process and worker: lines of JSON, one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -161,12 +160,15 @@ class Line:
         return cls(*await asyncio.open_connection(sock=sock, limit=_LINE_BYTES))
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return its answer. Raises ConnectionError when the other end is gone."""
-        self._writer.write(json.dumps(request).encode() + b"\n")
-        await self._writer.drain()
-        answer = await self._reader.readline()
+        """Send a request and return its answer. Raises ConnectionError when the worker is gone."""
+        try:
+            self._writer.write(json.dumps(request).encode() + b"\n")
+            await self._writer.drain()
+            answer = await self._reader.readline()
+        except ConnectionError:
+            answer = b""
         if not answer:
-            raise ConnectionError("the other end closed the line in the middle of a request")
+            raise ConnectionError("the worker closed its line before it answered")
         document: dict[str, Any] = json.loads(answer)
         return document
 
