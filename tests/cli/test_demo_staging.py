@@ -26,8 +26,9 @@ from tokencustody.control.server import make_control_app
 from tokencustody.demo.model import INSTALL_HINT, ChatModel, Completion
 from tokencustody.demo.staging.plans import plan_staged_rollouts
 from tokencustody.demo.staging.processes import Crew, RoleFailedError
+from tokencustody.demo.staging.report import StagingReport, make_report
 from tokencustody.demo.staging.run import PLAYING, RunTakenError, run_staging_demo
-from tokencustody.demo.staging.serving import Gateway, play_all
+from tokencustody.demo.staging.serving import Gateway, Tally, play_all
 from tokencustody.demo.staging.trainer import Verdict, read_rollout
 from tokencustody.demo.staging.worker import InferenceWorker
 from tokencustody.demo.tasks import MAX_TURNS
@@ -41,6 +42,7 @@ REASONS = {
     "rollout-003": "ambiguous_terminal",
     "rollout-004": "declared_terminal_not_captured",
 }
+SHORT = "tokencustody.cli.demo.MAX_NEW_TOKENS", 8
 QUESTION = [{"role": "user", "content": "Name three fruits."}]
 
 
@@ -125,7 +127,10 @@ async def test_every_training_row_is_what_the_engine_read_and_sampled(store_url:
     assert outcomes["rollout-005"][0].terminal_selection == "response_id"
 
 
-def test_three_processes_report_what_the_database_holds_and_retire_it(store_url: str) -> None:
+def test_three_processes_report_what_the_database_holds_and_retire_it(
+    monkeypatch: pytest.MonkeyPatch, store_url: str
+) -> None:
+    monkeypatch.setattr(*SHORT)
     arguments = ["demo", "--staging", "--rollouts", "5", "--turns", "2", "--workers", "2", "--url", store_url]
     result = CliRunner().invoke(app, [*arguments, "--run", "told", "--json"])
     assert result.exit_code == 0, result.output
@@ -172,7 +177,10 @@ def test_three_processes_report_what_the_database_holds_and_retire_it(store_url:
     assert again.stdout == ""
 
 
-def test_a_person_sees_the_totals_one_training_row_and_a_query_that_runs(tmp_path: Path) -> None:
+def test_a_person_sees_the_totals_one_training_row_and_a_query_that_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(*SHORT)
     database = tmp_path / "captures.db"
     arguments = [
         "demo",
@@ -206,20 +214,23 @@ def test_a_person_sees_the_totals_one_training_row_and_a_query_that_runs(tmp_pat
     assert sum(row[3] for row in rows) == staged[0] > 0
 
 
-def test_without_a_trainable_rollout_the_demo_says_so_and_shows_no_row(tmp_path: Path) -> None:
-    arguments = [
-        "demo",
-        "--staging",
-        "--rollouts",
-        "1",
-        "--turns",
-        "1",
-        "--url",
-        str(tmp_path / "captures.db"),
-    ]
+def test_without_a_trainable_rollout_the_demo_says_so_and_shows_no_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    verdict = Verdict("rollout-000", "why", "", None, 0.0, calls=0, failures={"call": "why"})
+    report = make_report(
+        [asdict(verdict)], asdict(Tally(calls=1)), {"retired": 1, "staged_calls_left": 0}, 1.0
+    )
+
+    async def masked(*arguments: Any, **options: Any) -> StagingReport:
+        return report
+
+    monkeypatch.setattr("tokencustody.demo.staging.run.run_staging_demo", masked)
+    arguments = ["demo", "--staging", "--url", str(tmp_path / "captures.db")]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "150"})
     assert result.exit_code == 0, result.output
-    assert "worker_capture_failed" in result.stdout
+    trainable = next(line for line in result.stdout.splitlines() if "rollouts trainable" in line)
+    assert trainable.split("│")[2].strip() == "0"
     assert "training row" not in result.stdout
 
 
