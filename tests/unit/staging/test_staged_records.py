@@ -254,6 +254,12 @@ def test_a_length_or_version_is_a_strict_integer_of_0_or_more(field: str, value:
         CallRecord(**(ROW | {field: value}))
 
 
+@pytest.mark.parametrize("value", [HASH[1:], HASH + "0", HASH + "\n", HASH.upper(), "g" * 64, HASH.encode()])
+def test_a_digest_is_lowercase_hex_of_32_bytes_and_nothing_more(value: Any) -> None:
+    with pytest.raises(ValidationError, match="chain_hash"):
+        CallRecord(**(ROW | {"chain_hash": value}))
+
+
 @pytest.mark.parametrize("field", PAYLOAD)
 def test_staged_coordinates_carry_every_payload_field_and_failed_ones_none(field: str) -> None:
     CommitCoords(**COORDS)
