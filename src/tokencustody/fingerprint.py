@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -47,8 +47,17 @@ def conversation_digest(messages: Sequence[Mapping[str, Any]]) -> str:
 
     Raises ValueError for a message that is not an object or has content of no known shape.
     """
+    return prefix_digests(messages, {len(messages)})[len(messages)]
+
+
+def prefix_digests(messages: Sequence[Mapping[str, Any]], lengths: Collection[int]) -> dict[int, str]:
+    """Return the `conversation_digest` of the first n items for each n of `lengths`, in one pass.
+
+    Raises ValueError as `conversation_digest` for the items it reads; a length beyond the items has no digest.
+    """
     hasher = _FieldHasher(CONTEXT_DOMAIN)
-    for message in messages:
+    digests = {0: hasher.hexdigest()} if 0 in lengths else {}
+    for length, message in enumerate(messages[: max(lengths, default=0)], start=1):
         _require_object(message)
         hasher.add(0, _text(message.get("role") or message.get("type")))
         for kind, payload in _content_parts(message.get("content")):
@@ -61,7 +70,9 @@ def conversation_digest(messages: Sequence[Mapping[str, Any]]) -> str:
         for call_id, output in _tool_results(message):
             hasher.add(6, call_id)
             hasher.add(7, output)
-    return hasher.hexdigest()
+        if length in lengths:
+            digests[length] = hasher.hexdigest()
+    return digests
 
 
 def canonicalize_tool_arguments(value: Any) -> str:
@@ -73,6 +84,8 @@ def canonicalize_tool_arguments(value: Any) -> str:
     try:
         # The standard parser also takes NaN and Infinity, which canonical JSON then prints as null.
         parsed = json.loads(value)
+    except RecursionError:
+        raise ValueError("tool arguments are nested too deeply") from None
     except ValueError:
         return value.strip()
     return canonical_json(parsed)

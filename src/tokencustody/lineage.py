@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokencustody.errors import LineageError
-from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint, conversation_digest
+from tokencustody.fingerprint import (
+    FINGERPRINT_VERSION,
+    assistant_fingerprint,
+    conversation_digest,
+    prefix_digests,
+)
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus, TokenEntry, compute_digest
 
@@ -51,17 +56,11 @@ def choose_parent(
     `candidates` all carry the request's fingerprint. Calls with the same non-empty digest and length hold the same
     sequence, so the smallest call id stands for them all.
     """
-    digests: dict[int, str] = {}
-
-    def opens_request(candidate: Candidate) -> bool:
-        length = candidate.context_len
-        if length > len(request_items):
-            return False
-        if length not in digests:
-            digests[length] = conversation_digest(request_items[:length])
-        return digests[length] == candidate.context_digest
-
-    matching = sorted((c for c in candidates if opens_request(c)), key=lambda c: c.model_call_id)
+    known = [c for c in candidates if 0 <= c.context_len <= len(request_items)]
+    digests = prefix_digests(request_items, {c.context_len for c in known})
+    matching = sorted(
+        (c for c in known if c.context_digest == digests[c.context_len]), key=lambda c: c.model_call_id
+    )
     if not matching:
         return NO_MATCH
     first = matching[0]

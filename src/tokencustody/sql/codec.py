@@ -42,6 +42,8 @@ _STRICT_JSON, _PYTHON_JSON = 0, 1
 _MAX_COLUMN_INT = 2**63 - 1
 # What every JSON parser of this library reads back, whatever the interpreter's recursion limit.
 _DEEPEST_NEST = 250
+# Python refuses to print or parse decimal numbers of more than 4,300 digits.
+_LONGEST_INT_BITS = 14_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def validated(entry: TokenEntry) -> TokenEntry:
     for field in ("cum_len", "continuation_context_len", "fingerprint_version"):
         value = getattr(checked, field)
         if value is not None and not 0 <= value <= _MAX_COLUMN_INT:
-            raise InvalidRecordError(f"{field}: {value} does not lie between 0 and 2^63-1")
+            raise InvalidRecordError(f"{field} does not lie between 0 and 2^63-1")
     return checked
 
 
@@ -117,14 +119,30 @@ def unpack_entry(payload: bytes, sha256: str, *, rollout_id: str, model_call_id:
 
 
 def differing_fields(first: TokenEntry, second: TokenEntry) -> list[str]:
-    """Return the names of the fields whose values are not the same in every bit, sorted."""
+    """Return the names of the fields whose values are not the same in every bit, sorted.
+
+    The order of keys does not count: a client that prints its record again may sort them.
+    """
     fields_of_first, fields_of_second = dict(first), dict(second)
-    # By text: two NaN are never equal, and 0.0 equals -0.0.
     return sorted(
         name
         for name in fields_of_first.keys() | fields_of_second.keys()
-        if repr(fields_of_first.get(name)) != repr(fields_of_second.get(name))
+        if _in_bits(fields_of_first.get(name, ...)) != _in_bits(fields_of_second.get(name, ...))
     )
+
+
+def _in_bits(value: Any) -> Any:
+    match value:
+        case float():
+            return struct.pack("<d", value)  # two NaN are never equal, and 0.0 equals -0.0
+        case list():
+            return [_in_bits(item) for item in value]
+        case dict():
+            return {key: _in_bits(item) for key, item in value.items()}
+        case str():
+            return str(value)
+        case _:
+            return type(value), value
 
 
 def construct(model: type[Entry], fields: Mapping[str, Any]) -> Entry:
@@ -188,6 +206,8 @@ def require_json(value: Any, path: str) -> None:
         if depth > _DEEPEST_NEST:
             raise InvalidRecordError(f"{path[:80]}: nested too deeply, more than {_DEEPEST_NEST} levels")
         match value:
+            case int() if value.bit_length() > _LONGEST_INT_BITS:
+                raise InvalidRecordError(f"{path}: an integer of more than {_LONGEST_INT_BITS} bits")
             case None | bool() | int() | float():
                 pass
             case str():

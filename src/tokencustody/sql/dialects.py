@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Table
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    ColumnElement,
+    FromClause,
+    Select,
+    Table,
+    Text,
+    bindparam,
+    cast,
+    func,
+    select,
+    true,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 
 def insert_if_absent(connection: AsyncConnection, table: Table) -> postgresql.Insert | sqlite.Insert:
     """Return an INSERT into `table` that does nothing when the primary key exists; its row count tells which."""
-    if connection.dialect.name == "postgresql":
+    if _is_postgresql(connection):
         return postgresql.insert(table).on_conflict_do_nothing()
     return sqlite.insert(table).on_conflict_do_nothing()
+
+
+def locking(connection: AsyncConnection, row: Select[Any], name: str, *, exclusive: bool) -> Select[Any]:
+    """Return a query for the one row that `row` selects, which locks it until the transaction ends.
+
+    On PostgreSQL it first takes its turn by an advisory lock on `name`: row locks have no queue, so that a share lock
+    would overtake the freeze that waits for those before it. SQLite has one writer at a time anyway.
+    """
+    if not _is_postgresql(connection):
+        return row
+    lock = func.pg_advisory_xact_lock if exclusive else func.pg_advisory_xact_lock_shared
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
+    turn = select(cast(lock(bindparam(None, number, BigInteger)), Text).label("taken")).subquery("turn")
+    # Reading from `turn` makes the row wait for it.
+    locked = row.where(turn.c.taken.is_not(None)).with_for_update(read=not exclusive).lateral("locked")
+    return select(*locked.c).select_from(turn.join(locked, true()))
+
+
+def looked_up(
+    connection: AsyncConnection,
+    source: FromClause,
+    columns: Sequence[Column[Any]],
+    matches: ColumnElement[bool],
+) -> Select[Any]:
+    """Return a query for `columns` of the one row, if any, that `matches` each row of `source`.
+
+    On PostgreSQL each is looked up by itself: without statistics its planner would rather read the whole rollout again
+    for each.
+    """
+    if _is_postgresql(connection):
+        row = select(*columns).where(matches).limit(1).lateral()
+        return select(*row.c).select_from(source.join(row, true()))
+    return select(*columns).select_from(source.join(columns[0].table, matches))
+
+
+def _is_postgresql(connection: AsyncConnection) -> bool:
+    return connection.dialect.name == "postgresql"

@@ -7,8 +7,12 @@ PostgreSQL gets one pool. Nothing is opened before the first transaction.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
-from collections.abc import Callable
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +21,13 @@ from sqlalchemy import URL, event
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
+from tokencustody.errors import DurabilityError
 from tokencustody.sql.url import DatabaseUrl
 
 DEFAULT_POOL_SIZE = 4
 DEFAULT_DEADLINE = 30.0
+# Longer waits are retried, so that a cancelled write leaves within this many seconds.
+_LONGEST_BUSY_WAIT = 1.0
 # PostgreSQL's isolation of the writes of calls. Row locks and keys hold the fence at any level.
 WRITE_ISOLATION = "SERIALIZABLE"
 # One snapshot is all that a reader needs, and its predicate locks would abort writers.
@@ -29,16 +36,35 @@ READ_ISOLATION = "REPEATABLE READ"
 
 @dataclass
 class Engines:
-    """The engines of one database in one process and loop. On PostgreSQL writer and reader are the same."""
+    """The engines of one database in one process and loop. On PostgreSQL writer and reader are the same.
+
+    `running` counts transactions; the last user waits for them before it closes the connections they use.
+    """
 
     writer: AsyncEngine
     reader: AsyncEngine
     users: int = 0
+    running: int = 0
     checked: bool = False
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a transaction while it runs."""
+        self.running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.idle.set()
 
     async def dispose(self) -> None:
-        """Close every pooled connection."""
+        """Let the transactions that are running finish, then close every connection."""
+        while self.running:
+            await self.idle.wait()
         await self.writer.dispose()
         if self.reader is not self.writer:
             await self.reader.dispose()
@@ -53,51 +79,89 @@ class EngineKey:
     deadline: float
 
 
-# Keyed by loop first, because a connection belongs to the loop that opened it.
-_shared: dict[asyncio.AbstractEventLoop, dict[EngineKey, Engines]] = {}
-_owner = os.getpid()
+class _Registry:
+    """The engines of this process, by loop, because a connection belongs to the loop that opened it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.of_loop: dict[asyncio.AbstractEventLoop, dict[EngineKey, Engines]] = {}
+
+
+_registry = _Registry()
 # A child process must neither use nor close what it inherits: the sockets and file locks are the parent's.
 _inherited: list[object] = []
 
 
+def _start_anew() -> None:
+    global _registry
+    _inherited.append(_registry)
+    _registry = _Registry()
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
 def acquire(key: EngineKey) -> Engines:
     """Return the engines of this process and loop for `key`, made now if need be. Pair with `release`."""
-    global _shared, _owner
-    if _owner != os.getpid():
-        _inherited.append(_shared)
-        _shared, _owner = {}, os.getpid()
-    for ended in [loop for loop in _shared if loop.is_closed()]:
-        del _shared[ended]
-    of_loop = _shared.setdefault(asyncio.get_running_loop(), {})
-    engines = of_loop.get(key)
-    if engines is None:
-        engines = of_loop[key] = _make(key)
-    engines.users += 1
+    loop = asyncio.get_running_loop()
+    with _registry.lock:
+        ended = [each for each in _registry.of_loop if each.is_closed()]
+        for each in ended:
+            del _registry.of_loop[each]
+        of_loop = _registry.of_loop.setdefault(loop, {})
+        if key not in of_loop:
+            of_loop[key] = _make(key)
+        engines = of_loop[key]
+        engines.users += 1
+    if ended:
+        # Their connections cannot be closed without their loop. Waiting for chance to collect them can exhaust a
+        # server's connections.
+        gc.collect()
     return engines
 
 
 async def release(key: EngineKey, engines: Engines) -> None:
     """Give engines back in the loop that acquired them; the last user closes them."""
-    engines.users -= 1
-    if engines.users == 0:
-        of_loop = _shared[asyncio.get_running_loop()]
+    loop = asyncio.get_running_loop()
+    with _registry.lock:
+        engines.users -= 1
+        if engines.users:
+            return
+        of_loop = _registry.of_loop[loop]
         del of_loop[key]
         if not of_loop:
-            del _shared[asyncio.get_running_loop()]
-        await engines.dispose()
+            del _registry.of_loop[loop]
+    await engines.dispose()
 
 
 def open_engines() -> list[Engines]:
-    """Return the engines of this process that are open now, in any loop that still runs."""
-    return [
-        engines for loop, of_loop in _shared.items() if not loop.is_closed() for engines in of_loop.values()
-    ]
+    """Return the engines of this process that are open now, in any loop that has not ended."""
+    with _registry.lock:
+        return [
+            engines
+            for loop, of_loop in _registry.of_loop.items()
+            if not loop.is_closed()
+            for engines in of_loop.values()
+        ]
 
 
 def migration_engine(url: DatabaseUrl) -> AsyncEngine:
     """Return an engine without a pool for the migrations of a PostgreSQL database."""
     # A migration may wait for another one, and may take its time with a large table.
     return _postgresql_engine(url, DEFAULT_DEADLINE, command_timeout=None, poolclass=NullPool)
+
+
+class _RollingBack(sqlite3.Connection):
+    """Ends its transaction when it is closed.
+
+    SQLite keeps a closed connection, and the lock of its transaction, for as long as a cursor is unread. A write that
+    is cancelled in the middle would lock every other writer out.
+    """
+
+    def close(self) -> None:
+        if self.in_transaction:
+            self.rollback()
+        super().close()
 
 
 def _make(key: EngineKey) -> Engines:
@@ -115,7 +179,12 @@ def _make(key: EngineKey) -> Engines:
 def _sqlite_engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: Any) -> AsyncEngine:
     engine = create_async_engine(
         URL.create("sqlite+aiosqlite", database=url.dsn),
-        connect_args={"isolation_level": None, "timeout": deadline},
+        connect_args={
+            "isolation_level": None,
+            "timeout": min(deadline, _LONGEST_BUSY_WAIT),
+            "factory": _RollingBack,
+        },
+        hide_parameters=True,
         **options,
     )
     writes = begin != "BEGIN"
@@ -127,6 +196,12 @@ def _sqlite_engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: 
             cursor.execute("PRAGMA foreign_keys = ON")
             if writes:
                 cursor.execute("PRAGMA journal_mode = WAL")
+                mode = cursor.fetchone()[0]
+                if mode != "wal":
+                    raise DurabilityError(
+                        f"{url.display} cannot use a write-ahead log (its journal mode is {mode}): custody needs a "
+                        "local file system"
+                    )
                 # FULL syncs the log at every commit: what was acknowledged survives a power cut.
                 cursor.execute("PRAGMA synchronous = FULL")
             else:
@@ -158,7 +233,7 @@ def _postgresql_engine(
     connect: Callable[..., Any] = asyncpg.connect
 
     async def connect_to_dsn() -> Any:
-        return await connect(
+        connection = await connect(
             url.dsn,
             timeout=min(deadline, url.connect_timeout or deadline),
             command_timeout=command_timeout,
@@ -167,7 +242,20 @@ def _postgresql_engine(
             else None,
             **cache,
         )
+        # Each time, because a role or database may have been altered since the last connection.
+        for setting, level in await connection.fetch(
+            "SELECT name, setting FROM pg_settings WHERE name IN ('synchronous_commit', 'fsync')"
+        ):
+            if level == "off":
+                connection.terminate()
+                raise DurabilityError(
+                    f"{url.display} has {setting}=off, so a crash loses acknowledged calls; set it to on"
+                )
+        return connection
 
     return create_async_engine(
-        "postgresql+asyncpg://", connect_args={"async_creator_fn": connect_to_dsn, **prepared}, **options
+        "postgresql+asyncpg://",
+        connect_args={"async_creator_fn": connect_to_dsn, **prepared},
+        hide_parameters=True,
+        **options,
     )

@@ -73,11 +73,17 @@ def classify(exc: BaseException) -> Fault | None:
     return None
 
 
-def unavailable(url: DatabaseUrl, exc: BaseException, *, tries: int = 1) -> StoreUnavailableError:
-    """Return the error for a database that could not be used, naming host, port and database, never the password."""
+def unavailable(
+    url: DatabaseUrl, exc: BaseException, *, tries: int = 1, started: bool = True
+) -> StoreUnavailableError:
+    """Return the error for a database that could not be used, naming host, port and database, never the password.
+
+    `started` tells whether the last try had got a connection.
+    """
     after = f" after {tries} tries" if tries > 1 else ""
     if isinstance(exc, TimeoutError):
-        return StoreUnavailableError(f"{url.display} is not available{after}: no answer before the deadline")
+        waited = "no answer" if started else "no connection: the server does not answer or the pool is busy"
+        return StoreUnavailableError(f"{url.display} is not available{after}: {waited} before the deadline")
     # The wrapped error's own text repeats the statement and its parameters, which hold token data.
     wrapped = getattr(exc, "orig", None) or exc
     cause = wrapped.__cause__ or wrapped

@@ -1,7 +1,7 @@
 """The doors to the database. Nothing else in this library begins or commits a transaction.
 
-`read` runs on a snapshot and cannot write. `write` is for a call's own rows. `lifecycle` is for freeze, drop, retire
-and delete, which first lock a fence exclusively and then read what the fence covers.
+`read` runs on a snapshot and cannot write. `write` is for a call's own rows. `exclusive` is for what changes a
+rollout's verdict or the order of its ledger: it first locks the fence exclusively and then reads what the fence covers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from tokencustody.errors import DurabilityError, StoreClosedError, StoreUnavailableError
+from tokencustody.errors import InvalidRecordError, StoreClosedError, StoreUnavailableError
 from tokencustody.sql import engine as engines_module
 from tokencustody.sql import migrate
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, EngineKey, Engines
@@ -48,6 +48,10 @@ class Database:
         pool_size: int = DEFAULT_POOL_SIZE,
         creates: bool = True,
     ) -> None:
+        if type(pool_size) is not int or pool_size < 1:
+            raise InvalidRecordError(f"pool_size must be an integer of at least 1, not {pool_size!r}")
+        if not isinstance(deadline, int | float) or not deadline > 0:
+            raise InvalidRecordError(f"deadline must be a positive number of seconds, not {deadline!r}")
         self.url = url
         self._creates = creates
         self._key = EngineKey(url, pool_size, deadline)
@@ -62,7 +66,7 @@ class Database:
         """Run `work` in a serializable transaction and return once it is durable."""
         return await self._run(work, engines_module.WRITE_ISOLATION)
 
-    async def lifecycle(self, work: Work[Result]) -> Result:
+    async def exclusive(self, work: Work[Result]) -> Result:
         """Run `work`, which begins by locking a fence exclusively, and return once it is durable.
 
         On PostgreSQL at READ COMMITTED: a serializable snapshot is taken before the lock is granted, so it would miss
@@ -76,25 +80,29 @@ class Database:
         self._closed = True
         held, self._held = self._held, {}
         for (pid, loop), engines in held.items():
-            # What another process opened, or a loop that has ended, is out of reach.
-            if pid != os.getpid() or loop.is_closed():
-                continue
-            releasing = engines_module.release(self._key, engines)
-            if loop is asyncio.get_running_loop():
-                await releasing
-            else:
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(releasing, loop))
+            # What another process opened, or a loop that runs no more, is out of reach.
+            if pid == os.getpid() and loop.is_running():
+                releasing = engines_module.release(self._key, engines)
+                if loop is asyncio.get_running_loop():
+                    await releasing
+                else:
+                    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(releasing, loop))
 
     def _engines(self) -> Engines:
         if self._closed:
             raise StoreClosedError(f"the store on {self.url.display} is closed")
         here = (os.getpid(), asyncio.get_running_loop())
         if here not in self._held:
+            self._held = {at: held for at, held in self._held.items() if not at[1].is_closed()}
             self._held[here] = engines_module.acquire(self._key)
         return self._held[here]
 
     async def _run(self, work: Work[Result], isolation: str, *, writes: bool = True) -> Result:
         engines = self._engines()
+        with engines.in_use():
+            return await self._retrying(engines, work, isolation, writes)
+
+    async def _retrying(self, engines: Engines, work: Work[Result], isolation: str, writes: bool) -> Result:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._key.deadline
         pause = _FIRST_PAUSE
@@ -102,10 +110,12 @@ class Database:
         cause: Exception | None = None
         while True:
             tries += 1
+            started = False
             try:
                 async with asyncio.timeout_at(give_up):
                     await self._check_schema(engines)
                     async with self._transaction(engines, isolation, writes) as connection:
+                        started = True
                         result = await work(connection)
                         await _reach("before commit")
                     await _reach("after commit, before acknowledgement")
@@ -117,7 +127,7 @@ class Database:
                 # The deadline itself says less than the failure that was being retried when it passed.
                 cause = cause if cause is not None and isinstance(exc, TimeoutError) else exc
                 if fault is Fault.UNAVAILABLE or loop.time() + pause >= give_up:
-                    raise unavailable(self.url, cause, tries=tries) from cause
+                    raise unavailable(self.url, cause, tries=tries, started=started) from cause
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -143,17 +153,7 @@ class Database:
                 await migrate.create_sqlite(self.url)
             async with self._transaction(engines, engines_module.READ_ISOLATION, False) as connection:
                 await migrate.ensure_current(connection, self.url.display)
-                if not self.url.is_sqlite:
-                    await self._check_durability(connection)
             engines.checked = True
-
-    async def _check_durability(self, connection: AsyncConnection) -> None:
-        level = (await connection.exec_driver_sql("SHOW synchronous_commit")).scalar_one()
-        if level == "off":
-            raise DurabilityError(
-                f"{self.url.display} has synchronous_commit=off, so a crash loses acknowledged calls; run: "
-                "ALTER DATABASE … SET synchronous_commit = on"
-            )
 
 
 async def _reach(point: str) -> None:

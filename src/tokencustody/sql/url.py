@@ -77,6 +77,8 @@ def _sqlite(path: str) -> DatabaseUrl:
 def _postgresql(url: str) -> DatabaseUrl:
     try:
         parts = urlsplit(url)
+        if parts.fragment or "@" in parts.path + parts.query:
+            raise ValueError  # a password with one of / ? # @ that is not percent-encoded
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
         port = parts.port if "," not in parts.netloc else None
         connect_timeout = float(query["connect_timeout"]) if "connect_timeout" in query else None
@@ -85,7 +87,8 @@ def _postgresql(url: str) -> DatabaseUrl:
     except ValueError:
         # The parser's own message may quote the part that holds the password.
         raise InvalidRecordError(
-            "the PostgreSQL URL is malformed; use postgresql://user@host:port/database?sslmode=…"
+            "the PostgreSQL URL is malformed; use postgresql://user@host:port/database?sslmode=… and write "
+            "/ ? # @ in a password as %2F %3F %23 %40"
         ) from None
     kept = {name: value for name, value in query.items() if name not in _IGNORED_BY_ASYNCPG}
     userinfo, _, hostport = parts.netloc.rpartition("@")

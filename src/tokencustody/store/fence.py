@@ -16,7 +16,7 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tokencustody.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
-from tokencustody.sql.dialects import insert_if_absent
+from tokencustody.sql.dialects import insert_if_absent, locking
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, failures, fences, snapshot_versions
 
 
@@ -62,10 +62,11 @@ class Fence:
 
 async def find_fence_txn(connection: AsyncConnection, key: RolloutKey, *, exclusive: bool) -> Fence | None:
     """Lock and return the fence, or return None when the rollout has none."""
-    statement = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(
+    found = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(
         key.of(fences)
     )
-    row = (await connection.execute(statement.with_for_update(read=not exclusive))).one_or_none()
+    name = f"{key.run}/{key.rollout_id}"
+    row = (await connection.execute(locking(connection, found, name, exclusive=exclusive))).one_or_none()
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
 
 

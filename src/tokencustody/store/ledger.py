@@ -150,7 +150,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
             for table, row in checked:
                 await _add_txn(connection, key, table, row, stamp)
 
-        await self._database.lifecycle(add_all)
+        await self._database.exclusive(add_all)
 
     async def _add(self, key: RolloutKey, table: Any, row: dict[str, Any]) -> str:
         stamp = Stamp.make(now(), self.written_by)
@@ -162,7 +162,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
             return "stored"
 
         # Exclusive, because commit order is a position that is counted per rollout.
-        return await self._database.lifecycle(add)
+        return await self._database.exclusive(add)
 
     async def _rows(self, rollout_id: str) -> tuple[Sequence[Any], Sequence[Any]]:
         key = RolloutKey(self.run, check_rollout_id(rollout_id))

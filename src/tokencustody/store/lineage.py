@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import exists, or_, select
+from sqlalchemy import and_, exists, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tokencustody.errors import InvalidRecordError
@@ -16,6 +16,7 @@ from tokencustody.lineage import NO_MATCH, ROOT, Candidate, choose_parent, join_
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus, TokenEntry
 from tokencustody.sql.codec import unpack_entry
+from tokencustody.sql.dialects import looked_up
 from tokencustody.sql.tables import FailureKind, entries, failures, ledger_calls
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey
@@ -53,7 +54,7 @@ class SqlLineageResolver(SqlStore):
         async def decide(connection: AsyncConnection) -> LineageResolution | list[TokenEntry]:
             choice = await choose(connection, _candidates(key, fingerprint))
             if isinstance(choice, Candidate):
-                rows = (await connection.execute(_chain(key, choice.model_call_id))).all()
+                rows = (await connection.execute(_chain(connection, key, choice.model_call_id))).all()
                 return _in_order(rows, choice.model_call_id)
             if choice == NO_MATCH:
                 choice = await choose(connection, _ledger_candidates(key, fingerprint))
@@ -133,23 +134,18 @@ def _conflicting(key: RolloutKey) -> Any:
     )
 
 
-def _chain(key: RolloutKey, model_call_id: str) -> Any:
+def _chain(connection: AsyncConnection, key: RolloutKey, model_call_id: str) -> Any:
     call = entries.c
+    link = (call.model_call_id, call.parent_call_id, call.prompt_is_delta)
     # UNION, not UNION ALL: rows that repeat end the recursion even if parents form a circle.
     chain = (
-        select(call.model_call_id, call.parent_call_id, call.prompt_is_delta)
-        .where(key.of(entries), call.model_call_id == model_call_id)
-        .cte("chain", recursive=True)
+        select(*link).where(key.of(entries), call.model_call_id == model_call_id).cte("chain", recursive=True)
     )
-    chain = chain.union(
-        select(call.model_call_id, call.parent_call_id, call.prompt_is_delta)
-        .join(chain, call.model_call_id == chain.c.parent_call_id)
-        .where(key.of(entries), chain.c.prompt_is_delta, ~_conflicting(key))
-    )
-    return (
-        select(call.rollout_id, call.model_call_id, call.payload, call.payload_sha256)
-        .join(chain, call.model_call_id == chain.c.model_call_id)
-        .where(key.of(entries))
+    is_parent = and_(key.of(entries), call.model_call_id == chain.c.parent_call_id, ~_conflicting(key))
+    chain = chain.union(looked_up(connection, chain, link, is_parent).where(chain.c.prompt_is_delta))
+    payload = (call.rollout_id, call.model_call_id, call.payload, call.payload_sha256)
+    return looked_up(
+        connection, chain, payload, and_(key.of(entries), call.model_call_id == chain.c.model_call_id)
     )
 
 

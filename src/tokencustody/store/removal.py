@@ -90,7 +90,7 @@ class RolloutRemover(SqlStore):
             had_records = await remove(connection, key, stamp) or had_records
             return had_records
 
-        return await self._database.lifecycle(attempt)
+        return await self._database.exclusive(attempt)
 
 
 async def remove_records_txn(connection: AsyncConnection, key: RolloutKey) -> int:

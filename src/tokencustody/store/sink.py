@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import insert, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tokencustody.errors import PayloadConflictError
 from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import PackedEntry, differing_fields, pack_entry, unpack_entry, validated
 from tokencustody.sql.dialects import insert_if_absent
-from tokencustody.sql.tables import FailureKind, VersionEvent, entries, intents
+from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, intents
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.fence import (
     RolloutKey,
@@ -53,27 +53,28 @@ class SqlTokenSink(SqlStore):
             "written_by": stamp.by,
         }
 
+        this_call = key.of(entries) & (entries.c.model_call_id == entry.model_call_id)
+
         async def store(connection: AsyncConnection) -> bool:
             fence = await lock_fence_txn(connection, key, stamp, exclusive=False)
+            if fence.state is not FenceState.OPEN and await _stored_txn(
+                connection, this_call, entries.c.committed_at, stamp
+            ):
+                return True
             refuse_if_frozen(fence, key, f"call {entry.model_call_id}")
             stored = await connection.execute(insert_if_absent(connection, entries), row)
             if stored.rowcount:
                 return True
-            found = await connection.execute(
-                select(entries.c.payload_sha256).where(
-                    key.of(entries), entries.c.model_call_id == entry.model_call_id
-                )
-            )
-            held: str = found.scalar_one()
+            held: str | None = await connection.scalar(select(entries.c.payload_sha256).where(this_call))
             return held == packed.sha256
 
-        async def record_conflict(connection: AsyncConnection) -> list[str] | None:
+        async def compare(connection: AsyncConnection) -> list[str] | None:
             fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
-            refuse_if_frozen(fence, key, f"call {entry.model_call_id}")
+            recorded = await happened_txn(connection, key, stamp)
+            if not recorded:
+                refuse_if_frozen(fence, key, f"call {entry.model_call_id}")
             found = await connection.execute(
-                select(entries.c.payload, entries.c.payload_sha256).where(
-                    key.of(entries), entries.c.model_call_id == entry.model_call_id
-                )
+                select(entries.c.payload, entries.c.payload_sha256).where(this_call)
             )
             first = found.one_or_none()
             if first is None or first.payload_sha256 == packed.sha256:
@@ -85,7 +86,7 @@ class SqlTokenSink(SqlStore):
                 model_call_id=entry.model_call_id,
             )
             fields = differing_fields(held, entry)
-            if not await happened_txn(connection, key, stamp):
+            if fields and not recorded:
                 await fail_txn(
                     connection,
                     key,
@@ -96,18 +97,20 @@ class SqlTokenSink(SqlStore):
                     model_call_id=entry.model_call_id,
                     first=first.payload_sha256,
                     second=packed.sha256,
-                    differing=",".join(fields),
+                    differing=",".join(fields).replace("\0", "\ufffd"),
                 )
             return fields
 
         # A conflict needs the fence exclusively; upgrading the share lock would deadlock two conflicting writers.
         while not await self._database.write(store):
-            fields = await self._database.write(record_conflict)
-            if fields is not None:
+            fields = await self._database.exclusive(compare)
+            if fields:
                 raise PayloadConflictError(
-                    f"model call {entry.model_call_id} of rollout {key.rollout_id} was stored before with other bytes "
-                    f"(differing: {', '.join(fields)}); the first payload stays and the rollout is incomplete"
+                    f"model call {entry.model_call_id} of rollout {key.rollout_id} was stored before with other "
+                    f"bytes (differing: {', '.join(fields)}); the first payload stays and the rollout is incomplete"
                 )
+            if fields is not None:
+                return
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Announce a call before it is dispatched. A repeat is a no-op.
@@ -121,6 +124,11 @@ class SqlTokenSink(SqlStore):
 
         async def announce(connection: AsyncConnection) -> None:
             fence = await lock_fence_txn(connection, key, stamp, exclusive=False)
+            this_intent = key.of(intents) & (intents.c.model_call_id == model_call_id)
+            if fence.state is not FenceState.OPEN and await _stored_txn(
+                connection, this_intent, intents.c.begun_at, stamp
+            ):
+                return
             refuse_if_frozen(fence, key, f"the intent of call {model_call_id}")
             await connection.execute(
                 insert_if_absent(connection, intents), _intent(key, model_call_id, stamp)
@@ -142,13 +150,15 @@ class SqlTokenSink(SqlStore):
 
         async def refuse(connection: AsyncConnection) -> str:
             fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
-            refuse_if_frozen(fence, key, f"the refusal of call {model_call_id}")
             found = (
                 await connection.execute(select(intents.c.refusal_code).where(this_intent))
             ).one_or_none()
+            held: str | None = None if found is None else found.refusal_code
+            if await happened_txn(connection, key, stamp):
+                return held or code
+            refuse_if_frozen(fence, key, f"the refusal of call {model_call_id}")
             if found is None:
                 await connection.execute(insert(intents), _intent(key, model_call_id, stamp))
-            held: str | None = None if found is None else found.refusal_code
             if held is None:
                 await connection.execute(
                     update(intents).where(this_intent).values(refusal_code=code, refused_at=stamp.at)
@@ -157,7 +167,7 @@ class SqlTokenSink(SqlStore):
                     connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id
                 )
                 return code
-            if held != code and not await happened_txn(connection, key, stamp):
+            if held != code:
                 await fail_txn(
                     connection,
                     key,
@@ -170,7 +180,7 @@ class SqlTokenSink(SqlStore):
                 )
             return held
 
-        held = await self._database.write(refuse)
+        held = await self._database.exclusive(refuse)
         if held != code:
             raise PayloadConflictError(
                 f"model call {model_call_id} of rollout {rollout_id} was refused before with another code ({held}); "
@@ -203,7 +213,13 @@ class SqlTokenSink(SqlStore):
                 model_call_id=model_call_id,
             )
 
-        await self._database.write(mark)
+        await self._database.exclusive(mark)
+
+
+async def _stored_txn(connection: AsyncConnection, this_call: Any, stamped_at: Any, stamp: Stamp) -> bool:
+    """Return whether an earlier try of this very write was committed, though its answer was lost."""
+    written = this_call & (stamped_at == stamp.at) & (stamped_at.table.c.written_by == stamp.by)
+    return await connection.scalar(select(literal(1)).where(written)) is not None
 
 
 def _intent(key: RolloutKey, model_call_id: str, stamp: Stamp) -> dict[str, Any]:

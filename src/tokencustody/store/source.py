@@ -84,7 +84,7 @@ class SqlTokenSource(RolloutRemover):
             refusals = tuple(CallRefusal(row.model_call_id, row.refusal_code) for row in refused)
             return _Frozen(snapshot_id, version, incomplete, calls.all(), refusals)
 
-        frozen = await self._database.lifecycle(raise_fence)
+        frozen = await self._database.exclusive(raise_fence)
         return TokenCaptureSnapshot(
             rollout_id=rollout_id,
             entries=tuple(
@@ -133,7 +133,7 @@ class SqlTokenSource(RolloutRemover):
             )
             return True
 
-        return await self._database.lifecycle(retire_snapshot)
+        return await self._database.exclusive(retire_snapshot)
 
 
 async def _has_dangling_intent_txn(connection: AsyncConnection, key: RolloutKey) -> bool:
