@@ -134,19 +134,21 @@ def _typecode(dtype: str) -> str:
 
 def _block_shape(values: Any) -> tuple[int, int]:
     # Lists only: a row that is text or bytes would also iterate, into something that is no expert id.
-    if not isinstance(values, list) or not values:
-        raise ValueError("routed_experts: the values must be a list of at least one token")
+    if not isinstance(values, list):
+        raise ValueError(f"routed_experts: the values must be a list of tokens, not {type(values).__name__}")
     if not set(map(type, values)) <= {list}:
         raise ValueError("routed_experts: every token must be a list of layers")
     rows = list(chain.from_iterable(values))
     if not rows or len(set(map(len, values))) != 1:
-        raise ValueError("routed_experts: every token must have the same number of layers, at least one")
+        raise ValueError(
+            "routed_experts: one or more tokens must have the same number of layers, at least one"
+        )
     if not set(map(type, rows)) <= {list}:
         raise ValueError("routed_experts: every layer must be a list of expert ids")
-    if not rows[0] or len(set(map(len, rows))) != 1:
-        raise ValueError("routed_experts: every layer must have the same number of expert ids, at least one")
+    if len(set(map(len, rows))) != 1:
+        raise ValueError("routed_experts: every layer must have the same number of expert ids")
     if set(map(type, chain.from_iterable(rows))) != {int}:
-        raise ValueError("routed_experts: every expert id must be an integer")
+        raise ValueError("routed_experts: every layer must have expert ids, all of them integers")
     return len(values[0]), len(rows[0])
 
 

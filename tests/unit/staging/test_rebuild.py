@@ -196,7 +196,7 @@ def test_a_mask_that_is_not_prompt_then_sampled_tokens_is_refused(mask: list[flo
 
 def test_a_terminal_is_never_guessed() -> None:
     calls = family()[:1]
-    with pytest.raises(RebuildError, match="missing_terminal"):
+    with pytest.raises(RebuildError, match="missing_terminal: no terminal call is given"):
         linearize("r", [call.snapshot for call in calls], [call.record for call in calls])
     with pytest.raises(RebuildError, match="missing_terminal: terminal call z is not in the manifest"):
         linearize("r", [call.snapshot for call in calls], [call.record for call in calls], terminal_hint="z")

@@ -100,6 +100,18 @@ def test_data_that_is_not_canonical_base64_of_its_length_is_refused(data: str) -
         decode_routed_experts(f"nrlre1:int8:1x1x1:{data}")
 
 
+@pytest.mark.parametrize("data", ["", "AQ", "AQ=", "AQ===", "AQI=", "AQ==AQ=="])
+def test_a_token_count_is_refused_when_the_data_has_another_length(data: str) -> None:
+    with pytest.raises(ValueError, match="not the 1 bytes of its shape"):
+        routed_experts_token_count(f"nrlre1:int8:1x1x1:{data}")
+
+
+@pytest.mark.parametrize("text", ["", "nrlre1", "nrlre1:int8:1x1x1", "nrlre2:int8:1x1x1:AQ=="])
+def test_text_that_is_no_envelope_of_this_version_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no nrlre1 envelope"):
+        decode_routed_experts(text)
+
+
 def test_a_token_count_that_its_data_cannot_hold_is_refused_without_decoding() -> None:
     with pytest.raises(ValueError, match="not the 999999999999999999 bytes of its shape"):
         routed_experts_token_count("nrlre1:int8:999999999999999999x1x1:AQ==")
@@ -122,6 +134,8 @@ def test_a_token_count_that_its_data_cannot_hold_is_refused_without_decoding() -
         [[None]],
         [[b"ab"]],
         (((1,),),),
+        ([[1]],),
+        [([1],)],
         [[(1,)]],
     ],
     ids=repr,

@@ -168,10 +168,46 @@ def test_a_trajectory_that_ends_in_a_tool_result_names_the_call_before_it() -> N
     assert outcome(receipt) == ("a", "content")
 
 
+@pytest.mark.parametrize(
+    ("output", "terminal"),
+    [
+        ([says("edited"), {"role": "user", "content": "and?"}, says("b")], "b"),
+        ([says("edited"), {"role": "tool", "tool_call_id": "1", "content": "1"}, says("b")], "b"),
+        ([says("edited"), tool_says("1"), says("b"), {"role": "user", "content": "stop"}], "b"),
+        ([says("edited"), tool_says("1"), {"type": "reasoning", "summary": []}, calls_tool("1")], "c"),
+        ([says("edited"), tool_says("1"), calls_tool("1"), tool_says("1")], "c"),
+    ],
+)
+def test_a_trajectory_whose_earlier_turns_were_edited_is_known_by_its_last_turn(
+    output: list[dict[str, Any]], terminal: str
+) -> None:
+    written = {"a": says("a"), "b": says("b"), "c": calls_tool("1")}
+    calls = [spoken(call, None, [], item, sampled=[n]) for n, (call, item) in enumerate(written.items())]
+    receipt = assemble_receipt(manifest_of(*calls), scored_response={"output": output})
+    assert outcome(receipt) == (terminal, "content")
+
+
+def test_a_response_id_of_two_calls_leaves_them_to_the_content() -> None:
+    calls = [
+        spoken(call, None, [], says(call), sampled=[n], response_id="same") for n, call in enumerate("abc")
+    ]
+    response = {"id": "same", "output": [says("b")]}
+    receipt = assemble_receipt(manifest_of(*calls), scored_response=response)
+    assert outcome(receipt) == ("b", "content")
+    assert receipt.terminal_attribution_reason == "response_id_ambiguous"
+
+
 def test_content_of_two_calls_is_decided_by_the_walk_among_them() -> None:
     receipt = assemble_receipt(manifest_of(*conversation()), scored_response={"output": [says("done")]})
     assert outcome(receipt) == ("c", "heuristic")
     assert receipt.terminal_attribution_reason == "response_has_no_id,content_ambiguous"
+
+
+def test_one_turn_is_not_taken_for_a_whole_trajectory() -> None:
+    root = spoken("a", None, [], says("done"))
+    last = spoken("b", root, [says("done")], says("done"))
+    receipt = assemble_receipt(manifest_of(root, last), scored_response={"output": [says("done")]})
+    assert outcome(receipt) == ("b", "heuristic")
 
 
 def test_the_walk_never_replaces_calls_that_the_content_names() -> None:
@@ -255,6 +291,8 @@ def test_a_manifest_that_names_a_call_twice_is_poisoned() -> None:
     receipt = assemble_receipt(manifest_of(first, second), declared_response_id="resp-a")
     assert outcome(receipt) == (None, "duplicate_call_id")
     assert receipt.manifest == [first.record]
+    failed = manifest_of(first, second, failures={"x": "unresolved_parent"})
+    assert outcome(assemble_receipt(failed)) == (None, "unresolved_parent")
     assert (receipt.terminal_model_call_id, receipt.terminal_selection) == (None, None)
 
 

@@ -191,6 +191,14 @@ def test_anything_but_one_choice_is_refused(body: Any) -> None:
             extract(body)
 
 
+def test_the_text_of_tokens_is_not_looked_at_beside_their_ids() -> None:
+    for token in (DELETED, None, 5, "token_id:3"):
+        body = changed(with_return_token_ids(), f"{CONTENT}.0.token", token)
+        assert ADAPTER.extract_generation(body) == ([3, 4], [-0.5, -1.0])
+    empty = changed(with_message_fields(), "choices.0.logprobs", {"content": []})
+    assert ADAPTER.extract_generation(empty) == ([3, 4], [-0.5, -1.0])
+
+
 def test_a_whole_number_is_a_log_probability() -> None:
     body = changed(with_message_fields(), f"{MESSAGE}.generation_log_probs", [0, -1])
     _, values = ADAPTER.extract_generation(body)
