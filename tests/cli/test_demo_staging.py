@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import pty
@@ -42,7 +43,6 @@ REASONS = {
     "rollout-003": "ambiguous_terminal",
     "rollout-004": "declared_terminal_not_captured",
 }
-SHORT = "tokencustody.cli.demo.MAX_NEW_TOKENS", 8
 QUESTION = [{"role": "user", "content": "Name three fruits."}]
 
 
@@ -127,10 +127,15 @@ async def test_every_training_row_is_what_the_engine_read_and_sampled(store_url:
     assert outcomes["rollout-005"][0].terminal_selection == "response_id"
 
 
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By import_module: the package's attribute of that name is the command.
+    monkeypatch.setattr(importlib.import_module("tokencustody.cli.demo"), "MAX_NEW_TOKENS", 8)
+
+
 def test_three_processes_report_what_the_database_holds_and_retire_it(
-    monkeypatch: pytest.MonkeyPatch, store_url: str
+    short_answers: None, store_url: str
 ) -> None:
-    monkeypatch.setattr(*SHORT)
     arguments = ["demo", "--staging", "--rollouts", "5", "--turns", "2", "--workers", "2", "--url", store_url]
     result = CliRunner().invoke(app, [*arguments, "--run", "told", "--json"])
     assert result.exit_code == 0, result.output
@@ -178,9 +183,8 @@ def test_three_processes_report_what_the_database_holds_and_retire_it(
 
 
 def test_a_person_sees_the_totals_one_training_row_and_a_query_that_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    short_answers: None, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(*SHORT)
     database = tmp_path / "captures.db"
     arguments = [
         "demo",
