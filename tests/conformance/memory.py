@@ -1,4 +1,7 @@
-"""A transport in this process's memory that keeps every promise: what the kit itself is tested with."""
+"""A transport in this process's memory that keeps every promise: what the kit itself is tested with.
+
+Here are its backend and the clients of complete records; `ledger.py` and `staging.py` have the others.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from tokencustody.conformance.case import Factory
 from tokencustody.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
 from tokencustody.lineage import NO_MATCH, RolloutLineage, unresolved
 from tokencustody.protocols import CallRefusal, LineageResolution, RolloutRemovalPayload, TokenCaptureSnapshot
 from tokencustody.records import TokenEntry
+from tokencustody.staging.records import CaptureLedgerCommit, StagedCallRecord
 
 
 @dataclass
@@ -30,10 +32,23 @@ class Rollout:
     conflicting: set[str] = field(default_factory=set)
     intents: set[str] = field(default_factory=set)
     refusals: dict[str, str] = field(default_factory=dict)
+    calls: dict[str, CaptureLedgerCommit] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def has_records(self) -> bool:
+        """Return whether there is anything that a removal would remove."""
+        return bool(self.entries or self.calls or self.failures)
 
     def clear(self) -> None:
         """Forget the records."""
-        for part in (self.entries, self.conflicting, self.intents, self.refusals):
+        for part in (
+            self.entries,
+            self.conflicting,
+            self.intents,
+            self.refusals,
+            self.calls,
+            self.failures,
+        ):
             part.clear()
 
 
@@ -42,6 +57,7 @@ class Backend:
     """What all clients share. Its lock cannot be pickled, so the kit races threads."""
 
     rollouts: dict[tuple[str, str], Rollout] = field(default_factory=dict)
+    staged: dict[tuple[str, str], tuple[StagedCallRecord, dict[str, Any]]] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
 
 
@@ -182,7 +198,7 @@ class Memory:
         with self.backend.lock:
             for rollout_id in self.batch(rollout_ids):
                 rollout = self.rollout(rollout_id)
-                result["removed" if rollout.entries else "absent"].append(rollout_id)
+                result["removed" if rollout.has_records() else "absent"].append(rollout_id)
                 rollout.state = "retired"
                 rollout.clear()
         return result
@@ -192,7 +208,7 @@ class Memory:
         with self.backend.lock:
             for rollout_id in self.batch(rollout_ids):
                 rollout = self.backend.rollouts.pop(self.key(rollout_id), None)
-                result["removed" if rollout and rollout.entries else "absent"].append(rollout_id)
+                result["removed" if rollout and rollout.has_records() else "absent"].append(rollout_id)
         return result
 
     # The resolver.
@@ -207,19 +223,6 @@ class Memory:
     def lineage(self, rollout_id: str) -> RolloutLineage:
         rollout = self.rollout(rollout_id)
         return RolloutLineage(dict(rollout.entries), set(rollout.conflicting))
-
-
-def factories(client: type[Memory] = Memory) -> dict[str, Any]:
-    """Return the kit's arguments for a transport of such clients over one new backend."""
-    backend = Backend()
-    here: Factory = partial(client, backend)
-    there: Factory = partial(client, backend, "other")
-    return {
-        "sink_factory": here,
-        "source_factory": here,
-        "lineage_factory": here,
-        "other_namespace": (there, there),
-    }
 
 
 NO_PARENT = unresolved(NO_MATCH)

@@ -6,11 +6,16 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.conformance.memory import Backend, Memory, factories
+from tests.conformance.ledger import MemoryLedger
+from tests.conformance.memory import Backend, Memory
+from tests.conformance.staging import MemoryStaging
+from tests.conformance.transport import factories
 from tokencustody.conformance import (
     CheckStatus,
     ConformanceError,
@@ -21,25 +26,42 @@ from tokencustody.conformance import (
 from tokencustody.conformance.expect import difference
 from tokencustody.protocols import TokenCaptureSnapshot
 from tokencustody.records import TokenEntry
+from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult
 
 QUICK = [
     check.name for check in registered_checks() if check.name not in ("exact_long_lists", "strict_fence")
 ]
 
 
-class Counted(Memory):
-    """Counts the clients that are open."""
+class Counting:
+    """Counts the clients that were made and those that are open."""
 
-    open_clients = 0
+    made = open_clients = 0
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        type(self).made += 1
         type(self).open_clients += 1
         self.is_open = True
 
-    async def close(self) -> None:
+    def count_close(self) -> None:
         type(self).open_clients -= self.is_open
         self.is_open = False
+
+
+class Counted(Counting, Memory):
+    async def close(self) -> None:
+        self.count_close()
+
+
+class CountedLedger(Counting, MemoryLedger):
+    async def close(self) -> None:
+        self.count_close()
+
+
+class CountedStaging(Counting, MemoryStaging):
+    def close(self) -> None:
+        self.count_close()
 
 
 class NoSuchThing(Memory):
@@ -59,13 +81,42 @@ class CloseRaises(Memory):
         raise OSError("still busy")
 
 
-class Minimal:
-    """The methods of the first release: no intents, no refusals, no batches."""
+class StageHangs(MemoryStaging):
+    def stage(self, record: StagedCallRecord, **options: Any) -> StageResult:
+        threading.Event().wait()
+        raise AssertionError("nobody sets the event")
+
+
+class Limited:
+    """A client with some of the methods of another, and so of one release or another of the protocols."""
+
+    def __init__(self, client: Any, *methods: str) -> None:
+        for method in methods:
+            setattr(self, method, getattr(client, method))
+
+
+def first_release(backend: Backend) -> Limited:
+    """A sink and source without intents, refusals or batches."""
+    return Limited(Memory(backend), "put", "mark_incomplete", "freeze", "drop", "close")
+
+
+def token_free_release(backend: Backend) -> Limited:
+    """A ledger that cannot retire or delete."""
+    methods = ("record", "record_failure", "manifest", "has_rows", "resolve", "is_process_shared", "close")
+    return Limited(MemoryLedger(backend), *methods)
+
+
+class PlainStaging:
+    """The two methods of the staging protocols, without attachments and with nothing to close."""
 
     def __init__(self, backend: Backend) -> None:
-        memory = Memory(backend)
-        for method in ("put", "mark_incomplete", "freeze", "drop", "close"):
-            setattr(self, method, getattr(memory, method))
+        self.memory = MemoryStaging(backend)
+
+    def stage(self, record: StagedCallRecord) -> StageResult:
+        return self.memory.stage(record)
+
+    def fetch(self, staging_keys: list[str]) -> list[StagedCallBaseSnapshot]:
+        return self.memory.fetch(staging_keys)
 
 
 async def test_the_names_of_the_passed_checks_are_returned() -> None:
@@ -168,34 +219,70 @@ async def test_a_close_that_raises_fails_the_check() -> None:
     assert not report.ok
 
 
-async def test_every_client_is_closed() -> None:
-    await run_conformance(**factories(Counted))
-    assert Counted.open_clients == 0
+async def test_a_stage_that_hangs_fails_its_check_at_the_timeout_and_blocks_nothing() -> None:
+    arguments = factories(StageHangs)
+    report = await check_conformance(**arguments, only=["fetch_order", "put_then_freeze"], timeout=0.05)
+    assert [result.detail for result in report.failed] == ["not finished after 0.05 s"]
+    assert report.passed == ["put_then_freeze"]
+
+
+@pytest.mark.parametrize("counted", [Counted, CountedLedger, CountedStaging])
+async def test_every_client_is_closed(counted: Any) -> None:
+    await run_conformance(**factories(counted), only=QUICK)
+    assert counted.made > 0
+    assert counted.open_clients == 0
 
 
 async def test_missing_capabilities_are_reported_and_their_checks_not_applicable() -> None:
     backend = Backend()
+    client = partial(first_release, backend)
     report = await check_conformance(
-        lambda: Minimal(backend),
-        lambda: Minimal(backend),
-        ledger_factory=lambda: None,
+        client,
+        client,
+        ledger_factory=partial(token_free_release, backend),
+        staging_factory=partial(PlainStaging, backend),
         only=QUICK,
     )
     assert report.ok, report.summary()
     present = {capability.name for capability in report.capabilities if capability.present}
-    assert present == {"records", "ledger"}
+    assert present == {"records", "ledger", "staging"}
     for result in report.results:
         lacking = [need for need in result.needs if need not in present]
         assert (result.status == CheckStatus.NOT_APPLICABLE) == bool(lacking)
         assert not lacking or result.detail == f"the transport has no {', '.join(lacking)}"
-    ledger = next(capability for capability in report.capabilities if capability.name == "ledger")
-    assert "no checks" in ledger.detected
+    detected = {capability.name: capability.detected for capability in report.capabilities}
+    assert detected["ledger_retire"] == "Limited has no method retire"
+    assert detected["fetch_extras"] == "PlainStaging has no method fetch_extras"
+    assert detected["attachments"] == "stage does not take attachments"
 
 
-async def test_the_report_lists_every_rollout_that_was_written() -> None:
+async def test_without_a_ledger_and_a_staging_store_their_checks_are_not_applicable() -> None:
     backend = Backend()
     report = await check_conformance(lambda: Memory(backend), lambda: Memory(backend), only=QUICK)
+    assert report.ok, report.summary()
+    by_name = {result.name: result.status for result in report.results}
+    for check in registered_checks():
+        if check.name in by_name and {"ledger", "staging"} & set(check.needs):
+            assert by_name[check.name] == CheckStatus.NOT_APPLICABLE
+    detected = {capability.name: capability.detected for capability in report.capabilities}
+    assert detected["ledger"] == "ledger_factory not given"
+    assert detected["staging"] == "staging_factory not given"
+    assert "attachments" not in detected
+
+
+async def test_the_report_lists_every_rollout_and_staging_key_that_was_written() -> None:
+    backend = Backend()
+    report = await check_conformance(
+        lambda: Memory(backend),
+        lambda: Memory(backend),
+        ledger_factory=lambda: MemoryLedger(backend),
+        staging_factory=lambda: MemoryStaging(backend),
+        only=QUICK,
+    )
+    assert report.ok, report.summary()
     assert {rollout_id for _, rollout_id in backend.rollouts} <= set(report.rollout_ids)
+    assert backend.staged.keys() <= {("run", key) for key in report.staging_keys}
+    assert backend.staged
 
 
 async def test_the_report_is_json() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
+import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Annotated
@@ -64,7 +66,9 @@ def conformance(
         def on_start(started: Check) -> None:
             progress.update(task, description=started.name, completed=next(finished))
 
-        report = asyncio.run(_run(url, run or f"conformance-{secrets.token_hex(4)}", check, on_start))
+        namespace = run or f"conformance-{secrets.token_hex(4)}"
+        with _without_warnings():
+            report = asyncio.run(_run(url, namespace, check, on_start))
     if json:
         typer.echo(json_module.dumps(report.as_dict(), indent=2))
     else:
@@ -76,7 +80,7 @@ def conformance(
 async def _run(
     url: str, run: str, only: list[str] | None, on_start: Callable[[Check], None]
 ) -> ConformanceReport:
-    from tokencustody.store import SqlLineageStore, SqlTokenSink, SqlTokenSource
+    from tokencustody.store import SqlLineageStore, SqlStagingStore, SqlTokenSink, SqlTokenSource
 
     other = f"{run}-other"
     sources = [SqlTokenSource(url=url, run=namespace) for namespace in (run, other)]
@@ -91,15 +95,37 @@ async def _run(
                 partial(SqlTokenSink, url=url, run=other),
                 partial(SqlTokenSource, url=url, run=other),
             ),
+            ledger_factory=partial(SqlLineageStore, url=url, run=run),
+            staging_factory=partial(SqlStagingStore, url=url, run=run),
             only=only,
             on_start=on_start,
         )
         for source in sources:
             await source.delete(report.rollout_ids)
+        await asyncio.to_thread(_delete_staged, url, run, report.staging_keys)
     finally:
         for source in sources:
             await source.close()
     return report
+
+
+def _delete_staged(url: str, run: str, staging_keys: Sequence[str]) -> None:
+    from tokencustody.store import SqlStagingStore
+
+    with SqlStagingStore(url=url, run=run) as store:
+        store.delete(staging_keys)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    # The checks write to retired rollouts on purpose, and the ledger warns of each row that it discards.
+    logger = logging.getLogger("tokencustody.store")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _print(console: Console, report: ConformanceReport) -> None:

@@ -126,7 +126,7 @@ def staged_turn(
         weight_version=weight_version,
         token_ids_delta=delta,
         token_mask_delta=sampled,
-        generation_log_probs_delta=[-0.7 * m for m in sampled] if log_probs is None else list(log_probs),
+        generation_log_probs_delta=[-0.75 * m for m in sampled] if log_probs is None else list(log_probs),
         extras=extras,
         extras_digest=compute_extras_digest(extras),
         chain_hash=compute_chain_hash(parent.staged.chain_hash if parent else None, delta),

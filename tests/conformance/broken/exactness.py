@@ -95,10 +95,10 @@ class LongPromptsAreCut(Memory):
         return entry.model_copy(deep=True, update={"prompt_token_ids": entry.prompt_token_ids[:131_072]})
 
 
-@fails("namespace_isolation", "namespace_removal", "namespace_lineage")
+@fails("namespace_isolation", "namespace_removal", "namespace_lineage", "namespace_ledger")
 class OneNamespace(Memory):
     def key(self, rollout_id: str) -> tuple[str, str]:
-        return "", rollout_id
+        return "run", rollout_id
 
 
 @fails("namespace_isolation")

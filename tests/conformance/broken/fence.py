@@ -27,7 +27,7 @@ class UnknownRolloutIsNotFenced(Memory):
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         snapshot = await super().freeze(rollout_id)
         rollout = self.rollout(rollout_id)
-        if rollout.version == 1 and not rollout.entries and not rollout.intents:
+        if rollout.version == 1 and not rollout.has_records() and not rollout.intents:
             rollout.state = "open"
         return snapshot
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
-from tests.conformance.memory import Memory
+from tests.conformance.transport import Client
 
-BROKEN: dict[type[Memory], set[str]] = {}
+BROKEN: dict[type[Client], set[str]] = {}
+
+Broken = TypeVar("Broken", bound=Client)
 
 
-def fails(*checks: str) -> Callable[[type[Memory]], type[Memory]]:
+def fails(*checks: str) -> Callable[[type[Broken]], type[Broken]]:
     """Name the checks that must fail on the decorated transport; all others must pass."""
 
-    def register(client: type[Memory]) -> type[Memory]:
+    def register(client: type[Broken]) -> type[Broken]:
         BROKEN[client] = set(checks)
         return client
 

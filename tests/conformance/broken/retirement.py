@@ -16,7 +16,12 @@ class DropTakesNoKeywords(Memory):
         return await super().drop(rollout_id, *snapshot)
 
 
-@fails("conditional_retirement", "late_use_of_dropped_rollout", "drop_of_dropped_rollout")
+@fails(
+    "conditional_retirement",
+    "late_use_of_dropped_rollout",
+    "drop_of_dropped_rollout",
+    "source_fences_the_ledger",
+)
 class DropLowersTheFence(Memory):
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> bool:
         dropped = await super().drop(rollout_id, snapshot_id, version)
@@ -46,7 +51,7 @@ class SecondDropIsFalse(Memory):
         return await super().drop(rollout_id, snapshot_id, version)
 
 
-@fails("late_use_of_dropped_rollout")
+@fails("late_use_of_dropped_rollout", "source_fences_the_ledger")
 class DroppedIsOnlyFrozen(Memory):
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> bool:
         dropped = await super().drop(rollout_id, snapshot_id, version)
@@ -55,7 +60,12 @@ class DroppedIsOnlyFrozen(Memory):
         return dropped
 
 
-@fails("late_use_of_dropped_rollout", "unconditional_retirement", "repeated_retirement")
+@fails(
+    "late_use_of_dropped_rollout",
+    "unconditional_retirement",
+    "repeated_retirement",
+    "ledger_fences_the_source",
+)
 class RetiredRolloutsTakeMarks(Memory):
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
         if self.rollout(rollout_id).state != "retired":
@@ -98,7 +108,7 @@ class SnapshotIdFollowsFromTheRolloutId(Memory):
         return "/".join(self.key(rollout_id))
 
 
-@fails("deletion", "deletion_after_retirement")
+@fails("deletion", "deletion_after_retirement", "source_fences_the_ledger")
 class DeleteKeepsTheFenceOfRetiredRollouts(Memory):
     async def delete(self, rollout_ids: Sequence[str]) -> RolloutRemovalPayload:
         retired = [r for r in self.batch(rollout_ids) if self.rollout(r).state == "retired"]

@@ -86,10 +86,10 @@ async def attachments_are_part_of_the_call(case: Case) -> None:
 async def attachments_all_or_nothing(case: Case) -> None:
     """A call whose attachments cannot all be kept is rejected as a whole; nothing is dropped in silence."""
     rollout = case.rollout()
+    store, reader = case.staging(), case.staging()
     for number, (what, value) in enumerate(OPAQUE.items()):
         record = staged_turn(rollout, f"call-{number}").staged
         values = {"first": b"kept", "opaque": value, "last": "kept"}
-        store = case.staging()
         try:
             accepted = (await attempt(case, store, record, attachments=values)).ok
         except Exception:
@@ -98,10 +98,10 @@ async def attachments_all_or_nothing(case: Case) -> None:
             expect_attachments(await in_thread(store.fetch_attachments, record.staging_key), values)
             continue
         rejected = f"fetch of a call that was rejected with {what} as attachment"
-        await expect_error(in_thread(case.staging().fetch, [record.staging_key]), Exception, rejected)
+        await expect_error(in_thread(reader.fetch, [record.staging_key]), Exception, rejected)
         kept = {"first": b"kept"}
         key = await stage(case, store, record, attachments=kept)
-        expect_attachments(await in_thread(case.staging().fetch_attachments, key), kept)
+        expect_attachments(await in_thread(reader.fetch_attachments, key), kept)
 
 
 def buffers() -> dict[str, Any]:

@@ -66,7 +66,7 @@ async def conflicting_stage(case: Case) -> None:
     first = staged_turn(rollout).staged
     others = {
         "token ids": staged_turn(rollout, token_ids=[7, 8, 9]).staged,
-        "log probabilities": staged_turn(rollout, log_probs=[0.0, -0.7, -0.75]).staged,
+        "log probabilities": staged_turn(rollout, log_probs=[0.0, -0.75, -0.5]).staged,
         "mask": staged_turn(rollout, mask=[0.0, 0.0, 1.0]).staged,
         "weight version": staged_turn(rollout, weight_version=4).staged,
         "extras": staged_turn(rollout, extras={"finish_reason": "length"}).staged,
@@ -166,9 +166,9 @@ async def unproven_record(case: Case) -> None:
         "weight_version": 4,
         "chain_hash": "0" * 64,
     }
+    store, reader = case.staging(), case.staging()
     for field, value in changes.items():
         tampered = record.model_copy(update={field: value})
-        store = case.staging()
         case.claim_key(tampered.staging_key)
         try:
             result = await in_thread(store.stage, tampered)
@@ -177,7 +177,7 @@ async def unproven_record(case: Case) -> None:
         else:
             outcome = "staged" if result.ok else "refused"
         what = f"fetch of a record with a changed {field} (it was {outcome})"
-        await expect_error(in_thread(case.staging().fetch, [record.staging_key]), Exception, what)
+        await expect_error(in_thread(reader.fetch, [record.staging_key]), Exception, what)
     key = await stage(case, case.staging(), record)
     expect_calls(await in_thread(case.staging().fetch, [key]), record)
 
