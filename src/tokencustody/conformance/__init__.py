@@ -1,6 +1,6 @@
 """The conformance kit: does a transport keep the promises of the token-capture protocols?
 
-It runs against any sink, source and lineage resolver, from a program (`run_conformance`, `check_conformance`)
+It runs against any sink, source, lineage resolver, capture ledger and staging store, from a program (`run_conformance`, `check_conformance`)
 or for the SQL stores from the command line (`tokencustody conformance --url URL`).
 """
 
