@@ -310,6 +310,15 @@ async def test_a_call_that_was_changed_in_the_database_is_an_error_that_names_it
     assert len(staged.fetch(["r/a", "r/c", "r/d"])) == 3
 
 
+async def test_staging_over_a_call_that_no_longer_decodes_is_a_failure_that_names_it(
+    staged: SqlStagingStore, store_url: str
+) -> None:
+    await run_sql(store_url, "UPDATE staged_calls SET payload = substr(payload, 2) WHERE model_call_id = 'a'")
+    result = staged.stage(stage("a", added=[1, 2], sampled=[3]).snapshot)
+    assert not result.ok
+    assert "staged call a of rollout r: the stored payload does not decode" in (result.error or "")
+
+
 async def test_extras_and_attachments_that_were_changed_in_the_database_are_errors(
     staging: SqlStagingStore, store_url: str
 ) -> None:
