@@ -1,7 +1,8 @@
 """The conformance kit: does a transport keep the promises of the token-capture protocols?
 
-It runs against any sink, source, lineage resolver, capture ledger and staging store, from a program (`run_conformance`, `check_conformance`)
-or for the SQL stores from the command line (`tokencustody conformance --url URL`).
+It runs against any sink, source, lineage resolver, capture ledger and staging store, from a program
+(`run_conformance`, `check_conformance`) or for the SQL stores from the command line
+(`tokencustody conformance --url URL`).
 """
 
 from tokencustody.conformance.registry import Check, registered_checks
