@@ -99,16 +99,24 @@ async def test_a_trainer_reads_and_retires_until_a_signal_ends_the_process_clean
     assert (code, out, err) == (0, "", "")
 
 
-async def test_a_request_that_has_begun_is_answered_before_the_process_ends(sqlite_url: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_request_that_has_begun_is_answered_before_the_process_ends(
+    sqlite_url: str, number: signal.Signals
+) -> None:
     body = b'{"rollout_ids": ["rollout-1"]}'
     head = f"POST {RETIRE} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n"
     with served(sqlite_url) as (process, url):
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        port = int(url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode())
         # The interim answer says that the request is being handled.
         assert b" 100 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, 1)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
         writer.write(body)
         answer = await asyncio.wait_for(reader.read(), 20)
         writer.close()
