@@ -78,7 +78,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seeds the conversations and the sampling.")] = 0,
     staging: Annotated[
         bool,
-        typer.Option(help="Let an inference worker stage the tokens, and a trainer read them over HTTP."),
+        typer.Option("--staging", help="Let a worker stage the tokens, and a trainer read them over HTTP."),
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON only.")] = False,
 ) -> None:
