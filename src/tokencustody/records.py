@@ -10,14 +10,37 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 SCHEMA_VERSION = 1
 DIGEST_VERSION = 1
 TOKEN_DIGEST_DOMAIN = b"nemo-gym-tokens"
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+def _plain(values: Any) -> Any:
+    if not isinstance(values, list | tuple):
+        raise ValueError(
+            f"must be a list of plain numbers, not {type(values).__name__}; an array has .tolist()"
+        )
+    return values
+
+
+_Number = TypeVar("_Number")
+# One complaint is enough: a list of 200,000 wrong ids would fill a log, ids included.
+_Column = Annotated[list[_Number], FailFast(), BeforeValidator(_plain)]
 
 
 class ParentResolutionStatus(StrEnum):
@@ -36,15 +59,15 @@ class TokenEntry(BaseModel):
     plain Python numbers. `created_at` is in seconds since the epoch.
     """
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
 
     schema_version: StrictInt = SCHEMA_VERSION
     rollout_id: StrictStr
     model_call_id: StrictStr
     model: StrictStr = ""
-    prompt_token_ids: list[StrictInt]
-    generation_token_ids: list[StrictInt]
-    generation_log_probs: list[Annotated[float, Field(strict=True)]]
+    prompt_token_ids: _Column[StrictInt]
+    generation_token_ids: _Column[StrictInt]
+    generation_log_probs: _Column[Annotated[float, Field(strict=True)]]
     routed_experts: Any | None = None
     output_items: list[dict[str, Any]] = Field(default_factory=list)
     token_item_index: StrictInt | None = None

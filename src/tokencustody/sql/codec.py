@@ -101,6 +101,8 @@ def unpack_entry(payload: bytes, sha256: str, *, rollout_id: str, model_call_id:
     Raises CorruptEntryError that names the call.
     """
     where = f"model call {model_call_id} of rollout {rollout_id}"
+    if payload is None:
+        raise CorruptEntryError(f"{where}: the stored payload is missing; restore it from a backup")
     if hashlib.sha256(payload).hexdigest() != sha256:
         raise CorruptEntryError(
             f"{where}: the stored payload does not match its SHA-256; restore it from a backup"

@@ -8,7 +8,6 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
-    Column,
     ColumnElement,
     FromClause,
     Select,
@@ -50,10 +49,11 @@ def locking(connection: AsyncConnection, row: Select[Any], name: str, *, exclusi
 def looked_up(
     connection: AsyncConnection,
     source: FromClause,
-    columns: Sequence[Column[Any]],
+    table: Table,
+    columns: Sequence[ColumnElement[Any]],
     matches: ColumnElement[bool],
 ) -> Select[Any]:
-    """Return a query for `columns` of the one row, if any, that `matches` each row of `source`.
+    """Return a query for `columns` of the one row of `table`, if any, that `matches` each row of `source`.
 
     On PostgreSQL each is looked up by itself: without statistics its planner would rather read the whole rollout again
     for each.
@@ -61,7 +61,7 @@ def looked_up(
     if _is_postgresql(connection):
         row = select(*columns).where(matches).limit(1).lateral()
         return select(*row.c).select_from(source.join(row, true()))
-    return select(*columns).select_from(source.join(columns[0].table, matches))
+    return select(*columns).select_from(source.join(table, matches))
 
 
 def _is_postgresql(connection: AsyncConnection) -> bool:

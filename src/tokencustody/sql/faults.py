@@ -36,6 +36,7 @@ SQLSTATES = {
     "28": Fault.UNAVAILABLE,  # wrong user or password
     "3D000": Fault.UNAVAILABLE,  # no such database
     "42501": Fault.UNAVAILABLE,  # insufficient privilege
+    "42704": Fault.UNAVAILABLE,  # no such setting, as for an unknown parameter of the URL
     "57014": Fault.UNAVAILABLE,  # statement timeout or cancel by an administrator
 }
 

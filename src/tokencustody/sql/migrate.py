@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, create_engine, event, func, select, text
+from sqlalchemy import Connection, create_engine, event, func, inspect, select, text
 from sqlalchemy.pool import NullPool
 
 from tokencustody.errors import SchemaMismatchError
@@ -187,6 +187,8 @@ def _run(
         before = _stored(connection)
         if before.revision is not None and before.revision not in REVISIONS:
             raise SchemaMismatchError(_revision_problem(before, url.display))
+        if before.revision is None:
+            _refuse_foreign_tables(connection, url.display)
         config = _config()
         config.attributes["connection"] = connection
         if progress is not None:
@@ -304,6 +306,15 @@ def _stored(connection: Connection) -> _Stored:
         ", ".join(sorted({row.version_num for row in rows})) or None,
         {row.name: row.version for row in rows if row.name is not None},
     )
+
+
+def _refuse_foreign_tables(connection: Connection, display_url: str) -> None:
+    taken = sorted(tables.metadata.tables.keys() & set(inspect(connection).get_table_names()))
+    if taken:
+        raise SchemaMismatchError(
+            f"{display_url} has tables of another application under the names {', '.join(taken)}: give tokencustody a "
+            "database or a PostgreSQL schema of its own"
+        )
 
 
 def _revision_problem(stored: _Stored, display_url: str) -> str:

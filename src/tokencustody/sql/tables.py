@@ -28,6 +28,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    cast,
 )
 
 
@@ -331,3 +332,6 @@ staged_attachments = Table(
     CheckConstraint("(kind = 'buffer') = (shape IS NOT NULL)", name="ck_staged_attachments_shape"),
     CheckConstraint("length(data_sha256) = 64", name="ck_staged_attachments_data_sha256"),
 )
+
+# As bytes even when somebody's UPDATE, or a flipped bit, turned SQLite's BLOB into TEXT: its hash then tells.
+stored_payload = cast(entries.c.payload, LargeBinary).label("payload")

@@ -363,8 +363,8 @@ class CallRecord(_DigestWireModel):
 class CaptureLedgerCommit(_WireModel):
     """One staged call for `CaptureLedger.record`: the manifest row, and what parent resolution needs besides.
 
-    `staging_chain` names the staged records from the root to this call's parent. `request_items` and `response_items`
-    are the conversation of the call.
+    `staging_chain` names the staged records from the root to this call, itself included. `request_items` and
+    `response_items` are the conversation of the call.
     """
 
     rollout_id: Identifier

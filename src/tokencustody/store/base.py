@@ -10,7 +10,7 @@ from typing import Self
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
 from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import parse_url
-from tokencustody.store.ids import check_rollout_id, check_text
+from tokencustody.store.ids import check_call_id, check_rollout_id
 
 
 class DatabaseClient:
@@ -34,7 +34,7 @@ class DatabaseClient:
         pool_size: int = DEFAULT_POOL_SIZE,
     ) -> None:
         self.run = check_rollout_id(run, "run")
-        self._writer = writer if writer is None else check_text(writer, "writer")
+        self._writer = writer if writer is None else check_call_id(writer, "writer")
         self._database = Database(
             parse_url(url), deadline=deadline, pool_size=pool_size, creates=self._creates
         )

@@ -104,7 +104,12 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
             records=records,
             failures=[failure for _, failure in sorted(problems, key=lambda problem: problem[0])],
         )
-        return manifest.model_dump(mode="json")
+        wire = manifest.model_dump(mode="json")
+        for record in wire["records"]:
+            # Readers of the release before this field refuse a record that has it.
+            if record["capture_key"] is None:
+                del record["capture_key"]
+        return wire
 
     async def has_rows(self, rollout_id: str) -> bool:
         """Return whether the ledger has any row, committed or failed. Raises RolloutRetiredError when retired."""

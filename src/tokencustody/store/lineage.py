@@ -17,7 +17,7 @@ from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus, TokenEntry
 from tokencustody.sql.codec import unpack_entry
 from tokencustody.sql.dialects import looked_up
-from tokencustody.sql.tables import FailureKind, entries, failures, ledger_calls
+from tokencustody.sql.tables import FailureKind, entries, failures, ledger_calls, stored_payload
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey
 from tokencustody.store.ids import check_rollout_id
@@ -142,10 +142,14 @@ def _chain(connection: AsyncConnection, key: RolloutKey, model_call_id: str) -> 
         select(*link).where(key.of(entries), call.model_call_id == model_call_id).cte("chain", recursive=True)
     )
     is_parent = and_(key.of(entries), call.model_call_id == chain.c.parent_call_id, ~_conflicting(key))
-    chain = chain.union(looked_up(connection, chain, link, is_parent).where(chain.c.prompt_is_delta))
-    payload = (call.rollout_id, call.model_call_id, call.payload, call.payload_sha256)
+    chain = chain.union(looked_up(connection, chain, entries, link, is_parent).where(chain.c.prompt_is_delta))
+    payload = (call.rollout_id, call.model_call_id, stored_payload, call.payload_sha256)
     return looked_up(
-        connection, chain, payload, and_(key.of(entries), call.model_call_id == chain.c.model_call_id)
+        connection,
+        chain,
+        entries,
+        payload,
+        and_(key.of(entries), call.model_call_id == chain.c.model_call_id),
     )
 
 

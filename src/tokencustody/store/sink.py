@@ -11,7 +11,14 @@ from tokencustody.errors import PayloadConflictError
 from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import PackedEntry, differing_fields, pack_entry, unpack_entry, validated
 from tokencustody.sql.dialects import insert_if_absent
-from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, intents
+from tokencustody.sql.tables import (
+    FailureKind,
+    FenceState,
+    VersionEvent,
+    entries,
+    intents,
+    stored_payload,
+)
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.fence import (
     RolloutKey,
@@ -74,7 +81,7 @@ class SqlTokenSink(SqlStore):
             if not recorded:
                 refuse_if_frozen(fence, key, f"call {entry.model_call_id}")
             found = await connection.execute(
-                select(entries.c.payload, entries.c.payload_sha256).where(this_call)
+                select(stored_payload, entries.c.payload_sha256).where(this_call)
             )
             first = found.one_or_none()
             if first is None or first.payload_sha256 == packed.sha256:

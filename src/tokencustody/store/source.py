@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from tokencustody.errors import InvalidRecordError
 from tokencustody.protocols import CallRefusal, TokenCaptureSnapshot
 from tokencustody.sql.codec import unpack_entry
-from tokencustody.sql.tables import FenceState, VersionEvent, entries, intents
+from tokencustody.sql.tables import FenceState, VersionEvent, entries, intents, stored_payload
 from tokencustody.store.base import now
 from tokencustody.store.fence import (
     RolloutKey,
@@ -72,7 +72,7 @@ class SqlTokenSource(RolloutRemover):
                     frozen_at=stamp.at,
                 )
             calls = await connection.execute(
-                select(entries.c.model_call_id, entries.c.payload, entries.c.payload_sha256).where(
+                select(entries.c.model_call_id, stored_payload, entries.c.payload_sha256).where(
                     key.of(entries)
                 )
             )
