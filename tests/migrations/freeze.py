@@ -15,15 +15,20 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support.ledger import make_commit
 from tokencustody import ParentResolutionStatus, TokenEntry, open_store, stamp_continuation, stamp_lineage
 from tokencustody.errors import PayloadConflictError
 from tokencustody.sql import migrate
+from tokencustody.staging.digest import compute_chain_hash, compute_extras_digest, hash_token_ids
+from tokencustody.staging.records import StagedCallRecord
+from tokencustody.store import SqlStagingStore
 
 FROZEN = Path(__file__).parent / "frozen"
 OTHER_RUN = "another-run"
 
 REQUEST = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Paris."}]}]
+NEXT_REQUEST = [*REQUEST, *ANSWER, {"role": "user", "content": "And of Italy?"}]
 
 
 def plain(entry: TokenEntry) -> dict[str, Any]:
@@ -79,6 +84,33 @@ def child(call: str, parent: TokenEntry, **fields: Any) -> TokenEntry:
     )
 
 
+def staged_calls() -> list[tuple[StagedCallRecord, dict[str, Any] | None]]:
+    """Return the staged calls of the frozen database with their attachments."""
+    calls: list[tuple[StagedCallRecord, dict[str, Any] | None]] = []
+    extras: dict[str, Any] | None
+    for number, (ids, extras) in enumerate((([1, 2**16, 2**64 - 1], None), ([5, 6], {"k": [0, 1.5, "é"]}))):
+        record = StagedCallRecord.from_components(
+            rollout_id="staged",
+            model_call_id=f"call-{number}",
+            parent_call_id=None,
+            mode="text",
+            prev_len=0,
+            delta_len=len(ids),
+            cum_len=len(ids),
+            weight_version=number,
+            token_ids_delta=ids,
+            token_mask_delta=[0.0] + [1.0] * (len(ids) - 1),
+            generation_log_probs_delta=[0.0] + [-0.25] * (len(ids) - 1),
+            extras=extras,
+            extras_digest=compute_extras_digest(extras),
+            chain_hash=compute_chain_hash(None, ids),
+            cumulative_hash=hash_token_ids(ids),
+        )
+        attachments = {"raw": b"\0\1", "note": "text", "json": {"a": [1, None]}} if number else None
+        calls.append((record, attachments))
+    return calls
+
+
 async def write(url: str) -> dict[str, Any]:
     """Fill a database with rollouts in every state, and return what each must read as."""
     root = entry("root")
@@ -115,6 +147,20 @@ async def write(url: str) -> dict[str, Any]:
         dropped = await store.source.freeze("dropped")
         await store.source.drop("dropped", dropped.snapshot_id, dropped.version)
         await store.source.retire(["retired"])
+    async with open_store(url, writer="freezer") as store:
+        root_commit = make_commit("ledger")
+        await store.lineage.record(root_commit)
+        await store.lineage.record_failure("ledger", "lost", "worker_capture_failed")
+        await store.lineage.record(
+            make_commit(
+                "ledger", "call-2", request=NEXT_REQUEST, text="Rome.", tokens=[70_000, 7], parent=root_commit
+            )
+        )
+        manifest = await store.lineage.manifest("ledger")
+    staged = staged_calls()
+    with SqlStagingStore(url, writer="freezer") as staging:
+        for record, attachments in staged:
+            assert staging.stage(record, attachments=attachments).ok
     async with open_store(url, run=OTHER_RUN, writer="freezer") as store:
         await store.sink.put(entry("root", model="another-model"))
     return {
@@ -127,6 +173,10 @@ async def write(url: str) -> dict[str, Any]:
             "version": frozen.version,
         },
         "marked": {"entries": list(map(plain, marked_entries)), "incomplete": True, "refused": ["refused"]},
+        "manifest": manifest,
+        "staged": [
+            {"record": record.model_dump(mode="json"), "extras": record.extras} for record, _ in staged
+        ],
     }
 
 

@@ -18,6 +18,7 @@ from tokencustody import TokenCaptureRetiredError, TokenCaptureSnapshot, open_st
 from tokencustody.errors import PayloadConflictError, SchemaMismatchError
 from tokencustody.sql import migrate
 from tokencustody.sql.url import parse_url
+from tokencustody.store import SqlStagingStore
 
 STAMPED = {"alembic_version", "wire_schema"}
 
@@ -83,6 +84,7 @@ def frozen_url(empty_url: str, revision: str, tmp_path: Path) -> str:
 
 async def test_a_frozen_database_is_upgraded_and_used(frozen_url: str, revision: str) -> None:
     expected = json.loads((freeze.FROZEN / f"{revision}.json").read_text())
+    manifest, staged = expected.pop("manifest", None), expected.pop("staged", [])
     assert migrate.current(frozen_url) == revision
     if revision != migrate.HEAD:
         async with open_store(frozen_url) as store:
@@ -114,6 +116,22 @@ async def test_a_frozen_database_is_upgraded_and_used(frozen_url: str, revision:
     async with open_store(frozen_url, run=freeze.OTHER_RUN) as store:
         (other,) = (await store.source.freeze("open")).entries
         assert other.model == "another-model"
+    if manifest is not None:
+        async with open_store(frozen_url) as store:
+            assert await store.lineage.manifest("ledger") == manifest
+            match = (await store.lineage.resolve("ledger", freeze.NEXT_REQUEST)).match
+            assert match is not None
+            assert (match.model_call_id, match.staging_chain) == ("call-1", ("ledger/call-1",))
+    keys = [f"staged/{each['record']['model_call_id']}" for each in staged]
+    with SqlStagingStore(frozen_url) as staging:
+        for snapshot, extras, each in zip(
+            staging.fetch(keys), staging.fetch_extras(keys), staged, strict=True
+        ):
+            assert snapshot.digest == each["record"]["digest"]
+            assert snapshot.token_ids_delta == each["record"]["token_ids_delta"]
+            assert extras == each["extras"]
+        for record, attachments in freeze.staged_calls()[: len(staged)]:
+            assert staging.stage(record, attachments=attachments).ok  # the same again
 
 
 async def test_a_frozen_database_survives_going_down_to_its_revision_and_up_again(

@@ -242,15 +242,11 @@ def _postgresql_engine(
             else None,
             **cache,
         )
-        # Each time, because a role or database may have been altered since the last connection.
-        for setting, level in await connection.fetch(
-            "SELECT name, setting FROM pg_settings WHERE name IN ('synchronous_commit', 'fsync')"
-        ):
-            if level == "off":
-                connection.terminate()
-                raise DurabilityError(
-                    f"{url.display} has {setting}=off, so a crash loses acknowledged calls; set it to on"
-                )
+        try:
+            await _check_durability(connection, url)
+        except BaseException:
+            connection.terminate()
+            raise
         return connection
 
     return create_async_engine(
@@ -259,3 +255,15 @@ def _postgresql_engine(
         hide_parameters=True,
         **options,
     )
+
+
+async def _check_durability(connection: Any, url: DatabaseUrl) -> None:
+    # For each connection, because a role or database may have been altered since the last.
+    settings = await connection.fetch(
+        "SELECT name, setting FROM pg_settings WHERE name IN ('synchronous_commit', 'fsync')"
+    )
+    for name, setting in settings:
+        if setting == "off":
+            raise DurabilityError(
+                f"{url.display} has {name}=off, so a crash loses acknowledged calls; set it to on"
+            )
