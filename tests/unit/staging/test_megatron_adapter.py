@@ -42,7 +42,7 @@ def test_an_object_and_a_mapping_are_read_alike_in_every_bit(
     assert ADAPTER.extract_extras(form(**fields)) is None
 
 
-NO_IDS = [
+NO_IDS: list[Any] = [
     None,
     "12",
     b"12",
@@ -57,7 +57,7 @@ NO_IDS = [
     [1, 1 << 64],
     [[1], 2],
 ]
-NO_LOG_PROBS = [
+NO_LOG_PROBS: list[Any] = [
     None,
     "x",
     {},

@@ -92,7 +92,7 @@ def test_what_vllm_sampled_comes_back_in_every_bit(
         assert [value.hex() for value in got_values] == [value.hex() for value in values]
 
 
-NO_IDS = [
+NO_IDS: list[Any] = [
     None,
     "34",
     b"34",
@@ -106,7 +106,7 @@ NO_IDS = [
     [3, 1 << 64],
     [[3], 4],
 ]
-NO_LOG_PROBS = [
+NO_LOG_PROBS: list[Any] = [
     None,
     "x",
     {},
