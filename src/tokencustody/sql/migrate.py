@@ -27,6 +27,7 @@ from tokencustody.records import DIGEST_VERSION, SCHEMA_VERSION
 from tokencustody.sql import catalogue, engine, tables
 from tokencustody.sql.codec import CODEC_VERSION
 from tokencustody.sql.faults import classify, unavailable
+from tokencustody.sql.staged_codec import STAGED_CODEC_VERSION
 from tokencustody.sql.url import DatabaseUrl, parse_url
 from tokencustody.staging.digest import (
     EXTRAS_DIGEST_VERSION,
@@ -54,7 +55,7 @@ WIRE_SCHEMAS = {
     "staging": STAGING_SCHEMA_VERSION,
     "staging_digest": STAGING_DIGEST_VERSION,
     "staging_extras_digest": EXTRAS_DIGEST_VERSION,
-    "staged_payload_codec": 1,
+    "staged_payload_codec": STAGED_CODEC_VERSION,
 }
 
 # The advisory lock of migrations: "custody" in ASCII, as a 64-bit integer.
