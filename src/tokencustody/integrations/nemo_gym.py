@@ -22,11 +22,15 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from pydantic import ValidationError
+
 from tokencustody import errors, records, store
-from tokencustody.sql.codec import construct
+from tokencustody.sql.codec import construct, first_problem
+from tokencustody.staging import records as staging_records
 
 try:
     from nemo_gym.token_id_capture import (
+        CaptureLedgerCommit,
         LineageMatch,
         LineageResolution,
         ParentResolutionStatus,
@@ -75,6 +79,10 @@ def _gym_errors() -> Iterator[None]:
     """Raise a late write's error as an instance of Gym's class too."""
     try:
         yield
+    except errors.RolloutRetiredError as exc:
+        if isinstance(exc, RolloutRetiredError):
+            raise
+        raise RolloutRetiredError(*exc.args) from exc
     except errors.TokenCaptureFrozenError as exc:
         retired = isinstance(exc, errors.TokenCaptureRetiredError)
         joined = TokenCaptureRetiredError if retired else TokenCaptureFrozenError
@@ -130,7 +138,27 @@ class SqlTokenSource(store.SqlTokenSource):
 
 
 class SqlLineageStore(store.SqlLineageStore):
-    """A Gym `LineageResolver` over the calls that any process has committed."""
+    """A Gym `CaptureLedger` and `LineageResolver` over the calls that any process has committed."""
+
+    async def record(self, commit: CaptureLedgerCommit) -> None:
+        """Publish a staged call. Errors as for `tokencustody.store.SqlLineageStore.record`."""
+        if not isinstance(commit, CaptureLedgerCommit):
+            raise errors.InvalidRecordError(
+                f"commit must be nemo_gym's CaptureLedgerCommit, not {type(commit).__name__}"
+            )
+        try:
+            own = staging_records.CaptureLedgerCommit.model_validate(commit.model_dump())
+        except ValidationError as exc:
+            raise errors.InvalidRecordError(first_problem(exc)) from None
+        await super().record(own)
+
+    async def manifest(self, rollout_id: str) -> dict[str, Any]:
+        with _gym_errors():
+            return await super().manifest(rollout_id)
+
+    async def has_rows(self, rollout_id: str) -> bool:
+        with _gym_errors():
+            return await super().has_rows(rollout_id)
 
     async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
         """Return Gym's decision. Errors as for `tokencustody.store.SqlLineageStore.resolve`."""
