@@ -12,6 +12,7 @@ from pathlib import Path
 
 import asyncpg
 import pytest
+from sqlalchemy import Connection, text
 
 from tests.migrations import probes
 from tests.support.postgres import Server
@@ -206,3 +207,13 @@ def test_opening_a_store_does_not_load_alembic(postgres_url: str) -> None:
         "assert 'sqlalchemy' in sys.modules and not {'alembic', 'mako'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program, postgres_url], check=True)
+
+
+def test_tables_of_another_application_are_named_and_left_alone(empty_url: str) -> None:
+    def make_table(connection: Connection) -> None:
+        connection.execute(text("CREATE TABLE entries (a INTEGER)"))
+
+    migrate.in_transaction(parse_url(empty_url), make_table)
+    with pytest.raises(SchemaMismatchError, match="tables of another application under the names entries"):
+        migrate.upgrade(empty_url)
+    assert migrate.current(empty_url) is None

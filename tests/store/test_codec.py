@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.store.rows import rows_of, run_sql
 from tests.support.entries import make_entry
-from tokencustody import CaptureStore, TokenEntry
+from tokencustody import CaptureStore, TokenEntry, open_store
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.sql import tables
 from tokencustody.sql.codec import pack_entry, unpack_entry, validated
@@ -309,6 +309,19 @@ async def test_a_row_that_is_not_what_was_written_is_named_and_the_rest_stays_re
     with pytest.raises(CorruptEntryError, match=f"model call call-1 of rollout rollout-1: .*{says}"):
         await store.source.freeze("rollout-1")
     assert len((await store.source.freeze("rollout-2")).entries) == 1
+
+
+@pytest.mark.parametrize(
+    "payload", ["'text'", "CAST(substr(payload, 1, 20) || x'00ff' || substr(payload, 22) AS TEXT)", "12"]
+)
+async def test_a_payload_that_is_bytes_no_more_is_a_corruption_error_on_sqlite(
+    sqlite_url: str, payload: str
+) -> None:
+    async with open_store(sqlite_url) as store:
+        await store.sink.put(make_entry())
+        await run_sql(sqlite_url, f"UPDATE entries SET payload = {payload}")
+        with pytest.raises(CorruptEntryError, match="call-1 of rollout rollout-1"):
+            await store.source.freeze("rollout-1")
 
 
 @given(cut=st.integers(0, 400), flip=st.integers(0, 400))

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
@@ -239,6 +240,30 @@ async def test_a_missing_database_is_unavailable_at_once(postgres_url: str) -> N
             await store.source.freeze("rollout-1")
 
 
+async def test_a_url_parameter_that_the_server_does_not_know_is_named_at_once(postgres_url: str) -> None:
+    joined = "&" if "?" in postgres_url else "?"
+    async with open_store(f"{postgres_url}{joined}no_such_setting=1") as store:
+        with pytest.raises(StoreUnavailableError, match="no_such_setting"):
+            await store.source.freeze("rollout-1")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"pool_size": 0},
+        {"pool_size": "4"},
+        {"deadline": 0},
+        {"deadline": "x"},
+        {"writer": ""},
+        {"run": "a/b"},
+    ],
+    ids=str,
+)
+def test_options_outside_their_range_are_refused_by_name(sqlite_url: str, option: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRecordError, match=next(iter(option))):
+        open_store(sqlite_url, **option)
+
+
 async def test_a_sqlite_path_that_cannot_be_opened_is_unavailable_at_once(tmp_path: Path) -> None:
     async with open_store(tmp_path / "missing" / "captures.db") as store:
         with pytest.raises(StoreUnavailableError, match=r"missing/captures\.db is not available"):
@@ -422,6 +447,9 @@ def test_accepted_urls_are_shown_without_their_password(url: str, display: str) 
     "url",
     [
         "mysql://u:s3cret@h/d",
+        "postgresql://u:1/s3cret@h/d",
+        "postgresql://u:1#s3cret@h/d",
+        "postgresql://u:1?s3cret@h/d",
         "postgresql+psycopg2://u:s3cret@h/d",
         "postgresql://u:s3cret@h:port/d",
         "postgresql://u:s3cret@h/d?connect_timeout=soon",
