@@ -18,6 +18,7 @@ from sqlalchemy import Engine, event, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tests.support.entries import make_entry
+from tests.support.ledger import make_commit
 from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
 from tokencustody.cli import main
@@ -43,6 +44,8 @@ ROLLOUT_KEYS = [
     "calls",
     "prompt_tokens",
     "generated_tokens",
+    "ledger_calls",
+    "ledger_failures",
     "opened_at",
     "frozen_at",
     "retired_at",
@@ -111,6 +114,15 @@ async def every_kind(store: CaptureStore) -> None:
     await sink.begin_call("dangled", "call-1")
     snapshot = await source.freeze("dangled")
     assert await source.drop("dangled", snapshot.snapshot_id, snapshot.version)
+
+
+async def ledger_only(store: CaptureStore) -> None:
+    """Record two turns, a failure, and a call whose answer had no response id."""
+    first = make_commit("staged", "call-z", weight_version=3)
+    await store.lineage.record(first)
+    await store.lineage.record_failure("staged", "call-lost", "worker_capture_failed")
+    await store.lineage.record(make_commit("staged", "call-a", parent=first, weight_version=4))
+    await store.lineage.record(make_commit("staged", "call-m", response_id=""))
 
 
 def listed(out: str) -> dict[str, dict[str, Any]]:
@@ -249,6 +261,22 @@ class TestRollouts:
         newest = json.loads(cli("rollouts", "--limit", "2", "--json"))
         assert [rollout["rollout_id"] for rollout in newest] == ["dangled", "abandoned"]
 
+    def test_what_the_ledger_recorded_is_counted_beside_the_complete_records(
+        self, cli: Cli, store_url: str
+    ) -> None:
+        fill(store_url, ledger_only, lambda store: store.sink.put(make_entry("captured")))
+        found = listed(cli("rollouts", "--json"))
+        told = ("calls", "ledger_calls", "ledger_failures")
+        assert {name: tuple(rollout[key] for key in told) for name, rollout in found.items()} == {
+            "staged": (0, 3, 1),
+            "captured": (1, 0, 0),
+        }
+        header, *rows, footer = cli("rollouts").splitlines()
+        cells = {line.split()[1]: re.split(r" {2,}", line) for line in rows}
+        column = re.split(r" {2,}", header).index("ledger")
+        assert (cells["staged"][column], cells["captured"][column]) == ("3 + 1 failed", "0")
+        assert footer.endswith("generated tokens; in the ledger 3 calls and 1 failure")
+
     def test_an_empty_database_has_no_rollouts_and_that_is_no_error(self, cli: Cli, store_url: str) -> None:
         fill(store_url, lambda store: store.source.delete(["none"]))
         assert json.loads(cli("rollouts", "--json")) == []
@@ -261,6 +289,7 @@ class TestRollouts:
         with recorded_statements() as for_one:
             cli("rollouts")
         fill(store_url, every_kind)
+        fill(store_url, ledger_only)
         with recorded_statements() as for_many:
             cli("rollouts")
         assert len(for_many) == len(for_one) > 3
@@ -396,7 +425,14 @@ class TestShow:
     def test_json_tells_calls_intents_and_versions_as_rows(self, cli: Cli, store_url: str) -> None:
         fill(store_url, every_kind)
         shown = json.loads(cli("show", "bad", "--json"))
-        assert list(shown) == ["summary", "calls", "intents", "versions"]
+        assert list(shown) == [
+            "summary",
+            "calls",
+            "intents",
+            "versions",
+            "ledger_calls",
+            "ledger_failures",
+        ]
         assert list(shown["summary"]) == ROLLOUT_KEYS
         assert [(call["model_call_id"], call["cum_len"]) for call in shown["calls"]] == [("call-1", 7)]
         assert [(i["model_call_id"], i["stored"], i["refusal_code"]) for i in shown["intents"]] == [
@@ -406,6 +442,27 @@ class TestShow:
         conflict = shown["versions"][1]
         assert (conflict["failure_kind"], conflict["differing_fields"]) == ("conflict", "model")
         assert len(conflict["first_payload_sha256"]) == len(conflict["second_payload_sha256"]) == 64
+
+    def test_what_the_ledger_recorded_stands_in_commit_order_with_its_failures(
+        self, cli: Cli, store_url: str
+    ) -> None:
+        fill(store_url, ledger_only)
+        out = cli("show", "staged")
+        assert "no complete records" in out
+        lines = [line.split() for line in out.splitlines() if "staged/" in line]
+        assert [line[0] for line in lines] == ["call-z", "call-a", "call-m"]
+        assert lines[0][1:6] == ["text", "0", "3", "3", "staged/call-z"]
+        assert lines[1][1:7] == ["call-z", "token_in", "3", "6", "4", "staged/call-a"]
+        assert "missing" not in out.split("in the ledger, in commit order")[0]
+        assert lines[2][-2:] == ["response", "id"]
+        assert re.search(r"call-lost +worker_capture_failed +\d{4}-.* writer-1", out)
+
+        shown = json.loads(cli("show", "staged", "--json"))
+        calls = [(call["position"], call["model_call_id"]) for call in shown["ledger_calls"]]
+        assert calls == [(1, "call-z"), (3, "call-a"), (4, "call-m")]
+        assert shown["ledger_calls"][1]["staging_key"] == "staged/call-a"
+        failures = [(f["position"], f["model_call_id"], f["reason"]) for f in shown["ledger_failures"]]
+        assert failures == [(2, "call-lost", "worker_capture_failed")]
 
     def test_no_token_log_probability_or_message_is_printed(self, cli: Cli, store_url: str) -> None:
         entry = make_entry(
@@ -474,6 +531,8 @@ class TestBoth:
             await store.sink.refuse_call("r", model_call_id=HOSTILE + "refused", code=HOSTILE)
             await store.sink.mark_incomplete("r", HOSTILE)
             await store.sink.begin_call("r", HOSTILE + "dangling")
+            await store.lineage.record(make_commit("r", HOSTILE, response_id=HOSTILE))
+            await store.lineage.record_failure("r", HOSTILE + "failed", HOSTILE)
 
         fill(store_url, hostile)
         listing, shown = cli("rollouts"), cli("show", "r")

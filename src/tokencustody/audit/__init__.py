@@ -5,6 +5,8 @@ from tokencustody.audit.reading import RolloutFilter, RolloutNotFoundError, Roll
 from tokencustody.audit.summaries import (
     CallSummary,
     Intent,
+    LedgerCall,
+    LedgerFailure,
     Reason,
     ReasonKind,
     RolloutDetail,
@@ -18,6 +20,8 @@ __all__ = [
     "CallForest",
     "CallSummary",
     "Intent",
+    "LedgerCall",
+    "LedgerFailure",
     "Reason",
     "ReasonKind",
     "RolloutDetail",

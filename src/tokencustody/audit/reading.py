@@ -13,6 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from tokencustody.audit.summaries import (
     CallSummary,
     Intent,
+    LedgerCall,
+    LedgerFailure,
     Reason,
     ReasonKind,
     RolloutDetail,
@@ -28,6 +30,8 @@ from tokencustody.sql.tables import (
     failures,
     fences,
     intents,
+    ledger_calls,
+    ledger_failures,
     snapshot_versions,
 )
 from tokencustody.store.base import SqlStore
@@ -112,6 +116,8 @@ class RolloutReader(SqlStore):
                 await _calls_txn(connection, key),
                 await _intents_txn(connection, key),
                 await _versions_txn(connection, key),
+                await _ledger_calls_txn(connection, key),
+                await _ledger_failures_txn(connection, key),
             )
 
         detail = await self._database.read(look)
@@ -155,6 +161,8 @@ async def _summaries_txn(connection: AsyncConnection, page: Subquery) -> list[Ro
     )
     # int: PostgreSQL's sum of bigint is a numeric.
     counts = {(run, rollout_id): tuple(map(int, sums)) for run, rollout_id, *sums in counted}
+    recorded = await _counts_txn(connection, page, ledger_calls)
+    failed = await _counts_txn(connection, page, ledger_failures)
     reasons = await _recorded_reasons_txn(connection, page)
     uncaptured = await _uncaptured_txn(connection, page)
     endings = await _endings_txn(connection, page)
@@ -182,6 +190,8 @@ async def _summaries_txn(connection: AsyncConnection, page: Subquery) -> list[Ro
                 calls=calls,
                 prompt_tokens=prompt_tokens,
                 generated_tokens=generated_tokens,
+                ledger_calls=recorded.get(key, 0),
+                ledger_failures=failed.get(key, 0),
                 opened_at=row.opened_at,
                 frozen_at=row.frozen_at,
                 retired_at=row.retired_at,
@@ -191,6 +201,15 @@ async def _summaries_txn(connection: AsyncConnection, page: Subquery) -> list[Ro
     found.sort(key=lambda summary: (summary.run, summary.rollout_id))
     found.sort(key=lambda summary: summary.opened_at, reverse=True)
     return found
+
+
+async def _counts_txn(
+    connection: AsyncConnection, page: Subquery, table: Table
+) -> dict[tuple[str, str], int]:
+    rows = await connection.execute(
+        _per_rollout(table, page, func.count()).group_by(table.c.run, table.c.rollout_id)
+    )
+    return {(run, rollout_id): count for run, rollout_id, count in rows}
 
 
 async def _recorded_reasons_txn(
@@ -260,7 +279,15 @@ async def _totals_txn(connection: AsyncConnection, matching: Subquery) -> Totals
     of_calls = await connection.execute(
         select(func.count(), *lengths).select_from(entries).join(matching, _of(entries, matching))
     )
-    return Totals(*map(int, of_fences.one()), *map(int, of_calls.one()))
+    of_ledger = [
+        (
+            await connection.execute(
+                select(func.count()).select_from(table).join(matching, _of(table, matching))
+            )
+        ).scalar_one()
+        for table in (ledger_calls, ledger_failures)
+    ]
+    return Totals(*map(int, of_fences.one()), *map(int, of_calls.one()), *of_ledger)
 
 
 async def _calls_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[CallSummary, ...]:
@@ -311,3 +338,19 @@ def _version(row: RowMapping) -> Version:
     columns["event"] = VersionEvent(columns["event"])
     columns["failure_kind"] = columns["failure_kind"] and ReasonKind(columns["failure_kind"])
     return Version(**columns)
+
+
+async def _ledger_calls_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[LedgerCall, ...]:
+    columns = [ledger_calls.c[name] for name in LedgerCall.__dataclass_fields__]
+    rows = await connection.execute(
+        select(*columns).where(key.of(ledger_calls)).order_by(ledger_calls.c.position)
+    )
+    return tuple(LedgerCall(*row) for row in rows)
+
+
+async def _ledger_failures_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[LedgerFailure, ...]:
+    columns = [ledger_failures.c[name] for name in LedgerFailure.__dataclass_fields__]
+    rows = await connection.execute(
+        select(*columns).where(key.of(ledger_failures)).order_by(ledger_failures.c.position)
+    )
+    return tuple(LedgerFailure(*row) for row in rows)

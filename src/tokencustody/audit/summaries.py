@@ -36,6 +36,9 @@ class Reason:
 class RolloutSummary:
     """One rollout. `incomplete` is the verdict that a snapshot carries, `reasons` why.
 
+    `calls` and their tokens are complete records; `ledger_calls` are those that the token-free ledger recorded, and
+    `ledger_failures` those of which it recorded why they were not captured.
+
     `not_yet_captured` are the announced calls of an open rollout with neither entry nor refusal: they make it
     incomplete if it is frozen now. A retired rollout has no calls left; `retired_by` says whether it was
     dropped as a consumed snapshot or retired in whatever state it was.
@@ -52,6 +55,8 @@ class RolloutSummary:
     calls: int
     prompt_tokens: int
     generated_tokens: int
+    ledger_calls: int
+    ledger_failures: int
     opened_at: datetime
     frozen_at: datetime | None
     retired_at: datetime | None
@@ -70,6 +75,8 @@ class Totals:
     calls: int
     prompt_tokens: int
     generated_tokens: int
+    ledger_calls: int
+    ledger_failures: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,38 @@ class Intent:
 
 
 @dataclass(frozen=True, slots=True)
+class LedgerCall:
+    """One call of the token-free ledger. Its tokens `prev_len` to `cum_len` are staged under `staging_key`.
+
+    A manifest counts a call without response id or chain hash among its failures.
+    """
+
+    position: int
+    model_call_id: str
+    parent_call_id: str | None
+    mode: str
+    staging_key: str
+    prev_len: int
+    cum_len: int
+    weight_version: int
+    response_id: str | None
+    chain_hash: str | None
+    committed_at: datetime
+    written_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerFailure:
+    """Why one call was not captured, as the ledger recorded it. Positions count calls and failures together."""
+
+    position: int
+    model_call_id: str
+    reason: str
+    recorded_at: datetime
+    written_by: str
+
+
+@dataclass(frozen=True, slots=True)
 class Version:
     """One version of a rollout and the event that made it; the last four fields are a failure's evidence."""
 
@@ -128,9 +167,14 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class RolloutDetail:
-    """One rollout without its payloads: calls in commit order, intents by time, versions from the first."""
+    """One rollout without its payloads: calls in commit order, intents by time, versions from the first.
+
+    What the ledger holds is in commit order.
+    """
 
     summary: RolloutSummary
     calls: tuple[CallSummary, ...]
     intents: tuple[Intent, ...]
     versions: tuple[Version, ...]
+    ledger_calls: tuple[LedgerCall, ...]
+    ledger_failures: tuple[LedgerFailure, ...]
