@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import json
-import os
-import pty
-import signal
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -28,11 +23,12 @@ from tokencustody.demo.model import INSTALL_HINT, ChatModel, Completion
 from tokencustody.demo.staging.plans import plan_staged_rollouts
 from tokencustody.demo.staging.processes import Crew, RoleFailedError
 from tokencustody.demo.staging.report import StagingReport, make_report
-from tokencustody.demo.staging.run import PLAYING, RunTakenError, run_staging_demo
+from tokencustody.demo.staging.run import PLAYING, run_staging_demo
 from tokencustody.demo.staging.serving import Gateway, Tally, play_all
 from tokencustody.demo.staging.trainer import Verdict, read_rollout
 from tokencustody.demo.staging.worker import InferenceWorker
 from tokencustody.demo.tasks import MAX_TURNS
+from tokencustody.demo.unused import RunTakenError
 from tokencustody.errors import RolloutRetiredError
 from tokencustody.staging import CommitCoords
 from tokencustody.staging.rebuild import LinearizedRow
@@ -358,28 +354,6 @@ async def test_a_run_with_rollouts_is_refused_before_any_process_starts(
     with pytest.raises(RunTakenError, match="run demo already has rollouts"):
         await run_small(store_url, lambda what, done, total: None)
     assert started == []
-
-
-def test_ctrl_c_ends_the_command_at_once_and_without_a_traceback(tmp_path: Path) -> None:
-    script = "import sys; from tokencustody.cli import main; sys.argv[0] = 'tokencustody'; main()"
-    arguments = ["demo", "--staging", "--rollouts", "8", "--url", str(tmp_path / "captures.db")]
-    terminal, end = pty.openpty()
-    try:
-        with subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=end, stderr=end) as command:
-            os.close(end)
-            shown = b""
-            while b"Playing" not in shown:
-                shown += os.read(terminal, 65_536)
-            command.send_signal(signal.SIGINT)
-            # A terminal that nobody writes to any more ends in an error on Linux, and in nothing elsewhere.
-            with contextlib.suppress(OSError):
-                while more := os.read(terminal, 65_536):
-                    shown += more
-            assert command.wait(timeout=30) == 130
-    finally:
-        os.close(terminal)
-    assert b"rollouts trainable" not in shown
-    assert b"Traceback" not in shown
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "httpx", "uvicorn"])

@@ -1,4 +1,7 @@
-"""The command line: one file per command group."""
+"""The command line: one file per command group.
+
+The files hold signatures, which `--help` needs, and import what does the work when a command runs.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tokencustody.audit import RolloutNotFoundError
 from tokencustody.cli.conformance import conformance
 from tokencustody.cli.db import db
 from tokencustody.cli.demo import demo
 from tokencustody.cli.printing import printable
 from tokencustody.cli.rollouts import rollouts, show
 from tokencustody.cli.serve import serve
-from tokencustody.errors import (
-    CorruptEntryError,
-    DurabilityError,
-    InvalidRecordError,
-    SchemaMismatchError,
-    StoreUnavailableError,
-)
 
 app = typer.Typer(
     name="tokencustody",
@@ -55,16 +50,6 @@ app.command()(serve)
 app.command()(conformance)
 app.command()(demo)
 
-# What a person can do something about; anything else is a fault of ours and keeps its traceback.
-_EXPECTED = (
-    CorruptEntryError,
-    DurabilityError,
-    InvalidRecordError,
-    RolloutNotFoundError,
-    SchemaMismatchError,
-    StoreUnavailableError,
-)
-
 
 def main() -> None:
     """Run the command line; an expected error is one line on stderr and exit code 1."""
@@ -73,7 +58,25 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
-    except _EXPECTED as exc:
+    except Exception as exc:
+        if not _is_expected(exc):
+            raise
         Console(stderr=True).print("error:", style="bold red", end=" ")
         print(printable(str(exc)), file=sys.stderr)  # noqa: T201 - Rich would read brackets as markup
         raise SystemExit(1) from None
+
+
+def _is_expected(exc: Exception) -> bool:
+    """Return whether a person can do something about it; anything else is a fault of ours and keeps its traceback."""
+    from tokencustody import errors
+    from tokencustody.audit import RolloutNotFoundError
+
+    return isinstance(
+        exc,
+        errors.CorruptEntryError
+        | errors.DurabilityError
+        | errors.InvalidRecordError
+        | errors.SchemaMismatchError
+        | errors.StoreUnavailableError
+        | RolloutNotFoundError,
+    )

@@ -9,9 +9,6 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from tokencustody.sql import migrate
-from tokencustody.sql.url import parse_url
-
 Result = TypeVar("Result")
 
 db = typer.Typer(help="Create, upgrade and check the tables of a database.", no_args_is_help=True)
@@ -39,6 +36,8 @@ def upgrade(
     url: Url, revision: Annotated[str, typer.Option(help="The revision to bring the database to.")] = "head"
 ) -> None:
     """Bring a database to the newest revision, in one transaction."""
+    from tokencustody.sql import migrate
+
     before, after = _known(lambda: migrate.upgrade(url, revision, progress=typer.echo))
     _say_change(url, before, after)
 
@@ -50,7 +49,9 @@ def downgrade(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Take a database back to an older revision. Drops what that one has no place for."""
-    shown = parse_url(url).display
+    from tokencustody.sql import migrate
+
+    shown = _shown(url)
     if not yes:
         typer.confirm(
             f"Downgrade {shown} to {revision} and lose what it has no place for?", abort=True, err=True
@@ -62,8 +63,10 @@ def downgrade(
 @db.command()
 def current(url: Url, as_json: Json = False) -> None:
     """Print the revision that a database is on."""
+    from tokencustody.sql import migrate
+
     revision = migrate.current(url)
-    shown = parse_url(url).display
+    shown = _shown(url)
     if as_json:
         typer.echo(json.dumps({"url": shown, "revision": revision, "head": migrate.HEAD}))
     else:
@@ -73,8 +76,10 @@ def current(url: Url, as_json: Json = False) -> None:
 @db.command()
 def check(url: Url, as_json: Json = False) -> None:
     """Compare a database with this library, without changing it. Exit code 1 if anything differs."""
+    from tokencustody.sql import migrate
+
     problems = migrate.check(url)
-    shown = parse_url(url).display
+    shown = _shown(url)
     if as_json:
         typer.echo(json.dumps({"url": shown, "head": migrate.HEAD, "ok": not problems, "problems": problems}))
     elif problems:
@@ -96,6 +101,8 @@ def sql(
     revision: Annotated[str, typer.Option(help="From which revision to which.")] = "base:head",
 ) -> None:
     """Print the SQL that an upgrade would run, without connecting to anything."""
+    from tokencustody.sql import migrate
+
     target = dialect.value if dialect is not None else url
     if target is None:
         raise typer.BadParameter("give --dialect or --url")
@@ -103,6 +110,8 @@ def sql(
 
 
 def _known(work: Callable[[], Result]) -> Result:
+    from tokencustody.sql import migrate
+
     try:
         return work()
     except migrate.UnknownRevisionError as exc:
@@ -110,8 +119,14 @@ def _known(work: Callable[[], Result]) -> Result:
 
 
 def _say_change(url: str, before: str | None, after: str | None) -> None:
-    shown = parse_url(url).display
+    shown = _shown(url)
     if before == after:
         typer.echo(f"{shown}: already at {after or 'base'}")
     else:
         typer.echo(f"{shown}: {before or 'base'} → {after or 'base'}")
+
+
+def _shown(url: str) -> str:
+    from tokencustody.sql.url import parse_url
+
+    return parse_url(url).display

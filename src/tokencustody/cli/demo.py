@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
+import secrets
 import shlex
 import time
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Coroutine, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -22,20 +22,14 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from tokencustody.cli.printing import printable
-from tokencustody.demo.model import (
-    MODEL_NAME,
-    ChatModel,
-    DemoPackagesMissingError,
-    ModelServerError,
-    find_model,
-)
-from tokencustody.demo.report import Report, calls_table, make_report, totals_table
-from tokencustody.demo.rollouts import RolloutPlayer
+from tokencustody.cli import interrupts
+from tokencustody.cli.printing import console, printable
 from tokencustody.demo.tasks import MAX_TURNS, plan_rollouts
-from tokencustody.errors import TokenCaptureFrozenError
-from tokencustody.sql.url import parse_url
-from tokencustody.store import open_store
+
+if TYPE_CHECKING:
+    from tokencustody.demo.report import Report
+
+Result = TypeVar("Result")
 
 MAX_NEW_TOKENS = 40
 DEFAULT_URL = "sqlite:///tokencustody-demo.db"
@@ -90,31 +84,39 @@ def demo(
     With --staging, an inference worker, a serving process and a trainer are processes of their own: the worker stages
     each call's tokens, the serving process keeps the ledger, and the trainer verifies what it can train on.
     """
-    run = run or time.strftime("demo-%Y%m%d-%H%M%S")
+    # The time to find it by, and a part that no demo started in the same second has.
+    run = run or f"{time.strftime('demo-%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     if staging:
         _show_staging(url, run, rollouts, turns, workers, seed, json_output)
         return
+    from tokencustody.demo.model import DemoPackagesMissingError, ModelServerError, find_model
+    from tokencustody.demo.report import calls_table, totals_table
+    from tokencustody.demo.unused import RunTakenError
+    from tokencustody.errors import PayloadConflictError, TokenCaptureFrozenError
+
     try:
-        report = asyncio.run(_demo(url, run, rollouts, turns, workers, seed))
-    except (DemoPackagesMissingError, ModelServerError) as exc:
-        typer.echo(f"error: {exc}", err=True)
-        raise typer.Exit(1) from None
-    except TokenCaptureFrozenError:
-        typer.echo(
-            f"error: run {run} already has these rollouts, and they are frozen; name another --run", err=True
-        )
-        raise typer.Exit(1) from None
+        find_model()
+        report = _run(_demo(url, run, rollouts, turns, workers, seed))
+    except (DemoPackagesMissingError, ModelServerError, RunTakenError) as exc:
+        _fail(str(exc))
+    except (PayloadConflictError, TokenCaptureFrozenError):
+        _fail(f"another process plays these rollouts in run {run}; name another --run")
     if json_output:
-        typer.echo(
-            json.dumps({"run": run, "url": parse_url(url).display, "model": MODEL_NAME, **report.as_json()})
-        )
+        _print_json(url, run, report.as_json())
         return
-    console = Console()
-    console.print(totals_table(report), calls_table(report))
-    console.print(_next_steps(url, run, report), markup=False, highlight=False, soft_wrap=True)
+    out = console(folds=True)
+    out.print(totals_table(report), calls_table(report))
+    out.print(_next_steps(url, run, report), soft_wrap=True)
 
 
 async def _demo(url: str, run: str, rollouts: int, turns: int, workers: int, seed: int) -> Report:
+    from tokencustody.demo.model import MODEL_NAME, ChatModel
+    from tokencustody.demo.report import make_report
+    from tokencustody.demo.rollouts import RolloutPlayer
+    from tokencustody.demo.unused import check_unused
+    from tokencustody.store import open_store
+
+    await check_unused(url, run)
     plans = plan_rollouts(rollouts, turns, seed)
     calls = sum(len(plan.user_turns) + plan.too_long for plan in plans)
     model = ChatModel(slots=workers)
@@ -141,13 +143,15 @@ def _show_staging(
     url: str, run: str, rollouts: int, turns: int, workers: int, seed: int, json_output: bool
 ) -> None:
     try:
+        from tokencustody.demo.model import find_model
+
         find_model()
         from tokencustody.demo.staging.processes import RoleFailedError
         from tokencustody.demo.staging.report import spans_table, totals_table
-        from tokencustody.demo.staging.run import RunTakenError, run_staging_demo
+        from tokencustody.demo.staging.run import run_staging_demo
+        from tokencustody.demo.unused import RunTakenError
     except ImportError as exc:
-        typer.echo(f"error: {exc}", err=True)
-        raise typer.Exit(1) from None
+        _fail(str(exc))
     with _progress() as progress:
         bars: dict[str, TaskID] = {}
 
@@ -157,7 +161,7 @@ def _show_staging(
             progress.update(bars[what], completed=done)
 
         try:
-            report = asyncio.run(
+            report = _run(
                 run_staging_demo(
                     url,
                     run,
@@ -171,23 +175,42 @@ def _show_staging(
             )
         except (RoleFailedError, RunTakenError) as exc:
             progress.stop()
-            typer.echo(f"error: {printable(str(exc))}", err=True)
-            raise typer.Exit(1) from None
+            _fail(str(exc))
     if json_output:
-        typer.echo(
-            json.dumps({"run": run, "url": parse_url(url).display, "model": MODEL_NAME, **report.as_json()})
-        )
+        _print_json(url, run, report.as_json())
         return
-    console = Console()
-    console.print(totals_table(report))
+    out = console(folds=True)
+    out.print(totals_table(report))
     if report.shown_spans:
-        console.print(spans_table(report))
-    console.print(
-        _STAGING_STEPS.format(run=run, url=parse_url(url).display),
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+        out.print(spans_table(report))
+    out.print(_STAGING_STEPS.format(run=run, url=_shown(url)), soft_wrap=True)
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    from tokencustody.demo.children import kill_children
+
+    def kill() -> str:
+        kill_children()
+        return ""
+
+    return interrupts.run(work, notice="ending the demo's processes; Ctrl-C again kills them", at_once=kill)
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"error: {printable(message)}", err=True)
+    raise typer.Exit(1) from None
+
+
+def _print_json(url: str, run: str, report: dict[str, Any]) -> None:
+    from tokencustody.demo.model import MODEL_NAME
+
+    typer.echo(json.dumps({"run": run, "url": _shown(url), "model": MODEL_NAME, **report}))
+
+
+def _shown(url: str) -> str:
+    from tokencustody.sql.url import parse_url
+
+    return parse_url(url).display
 
 
 @contextlib.contextmanager
@@ -204,6 +227,8 @@ def _progress() -> Iterator[Progress]:
 
 
 def _next_steps(url: str, run: str, report: Report) -> str:
+    from tokencustody.sql.url import parse_url
+
     parsed = parse_url(url)
     where = f"--url {shlex.quote(parsed.display)} --run {run}"
     return f"""

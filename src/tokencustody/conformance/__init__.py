@@ -13,7 +13,7 @@ from tokencustody.conformance.report import (
     ConformanceError,
     ConformanceReport,
 )
-from tokencustody.conformance.runner import check_conformance, run_conformance
+from tokencustody.conformance.runner import Written, check_conformance, run_conformance
 
 __all__ = [
     "Capability",
@@ -22,6 +22,7 @@ __all__ = [
     "CheckStatus",
     "ConformanceError",
     "ConformanceReport",
+    "Written",
     "check_conformance",
     "registered_checks",
     "run_conformance",

@@ -7,11 +7,20 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from tokencustody.conformance.case import Case, Factory, Transport, detect
 from tokencustody.conformance.expect import PromiseBrokenError, describe
 from tokencustody.conformance.registry import Check, registered_checks
 from tokencustody.conformance.report import CheckResult, CheckStatus, ConformanceError, ConformanceReport
+
+
+@dataclass
+class Written:
+    """What the checks have begun to write so far: the ids of rollouts, in both namespaces, and staging keys."""
+
+    rollout_ids: list[str] = field(default_factory=list)
+    staging_keys: list[str] = field(default_factory=list)
 
 
 async def run_conformance(
@@ -61,6 +70,7 @@ async def check_conformance(
     only: Sequence[str] | None = None,
     timeout: float = 120.0,
     on_start: Callable[[Check], None] | None = None,
+    written: Written | None = None,
 ) -> ConformanceReport:
     """Run every check that the transport's capabilities allow, and report what was found.
 
@@ -72,7 +82,7 @@ async def check_conformance(
     `fetch_extras`, `fetch_attachments`, `fetch_prefix_token_ids` and `delete` if it has them; its methods are
     called from threads. Each run writes to rollouts of its own, whose ids begin with `rollout_id`, and leaves
     them and what it staged there. `only` names the checks to run; `timeout` (seconds) bounds each; `on_start`
-    is called before each.
+    is called before each. `written` is told what to delete while the checks run, for a caller who interrupts them.
 
     Raises ValueError for an unknown name in `only` and for a `rollout_id` outside the rules of rollout ids or
     longer than 190 characters. Whatever the transport raises becomes a failed check.
@@ -80,6 +90,7 @@ async def check_conformance(
     checks = _select(only)
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,190}", rollout_id):
         raise ValueError(f"rollout_id {rollout_id!r} is not 1 to 190 characters out of A-Z a-z 0-9 . _ -")
+    written = Written() if written is None else written
     transport = Transport(
         sink_factory=sink_factory,
         source_factory=source_factory,
@@ -89,6 +100,8 @@ async def check_conformance(
         staging_factory=staging_factory,
         rollout_id=rollout_id,
         suffix=secrets.token_hex(4),
+        rollout_ids=written.rollout_ids,
+        staging_keys=written.staging_keys,
     )
     results = []
     try:

@@ -10,9 +10,12 @@ import asyncio
 import contextlib
 import multiprocessing
 import pickle
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -142,7 +145,8 @@ class Writers:
                 worker = threading.Thread(target=write_streams, args=args, daemon=True)
             self._connections.append(ours)
             self._workers.append(worker)
-            worker.start()
+            with _interrupts_blocked() if processes else contextlib.nullcontext():
+                worker.start()
             if processes:
                 theirs.close()
 
@@ -205,3 +209,14 @@ class Writers:
                 raise PromiseBrokenError(f"a writer failed: {message[1]}")
             received.append((connection, message))
         return received
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Start processes that never see a SIGINT: Ctrl-C is for this process, which then stops them in order."""
+    resource_tracker.ensure_running()  # starting it with the first process would unblock the signal
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

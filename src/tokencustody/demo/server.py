@@ -7,11 +7,12 @@ so it never outlives the process that started it.
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def serve(model_path: str, slots: int, context: int, threads: int) -> None:
-    """Serve the GGUF file at `model_path`, `slots` sequences of `context` tokens each, until stdin ends."""
+    """Serve the GGUF file at `model_path`, `slots` sequences of `context` tokens each, and exit when stdin ends."""
     import xllamacpp  # type: ignore[import-untyped,unused-ignore]
 
     params = xllamacpp.CommonParams()
@@ -30,8 +31,8 @@ def serve(model_path: str, slots: int, context: int, threads: int) -> None:
     sys.stdout.write(f"{server.listening_address}\n")
     sys.stdout.flush()
     sys.stdin.buffer.read()
-    # The server has no close method: releasing it stops its threads and frees the port.
-    del server
+    # Not by releasing the server: that first finishes what is being sampled, which nobody waits for any more.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import IO, Any, Self
 
+from tokencustody.demo.children import child
+
 # The trainer's orders hold the last answer of every rollout.
 _LINE_BYTES = 64 * 1024 * 1024
 _STOP_SECONDS = 15.0
@@ -81,19 +83,15 @@ class Crew:
         """Start `tokencustody.demo.staging.<role>`, which inherits the sockets under their file numbers."""
         async with contextlib.AsyncExitStack() as exits:
             log = exits.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # a module in the current folder is not ours
-                "-m",
-                f"tokencustody.demo.staging.{role}",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                limit=_LINE_BYTES,
-                pass_fds=[each.fileno() for each in sockets],
-                start_new_session=True,  # Ctrl-C is for the process that started them, which stops them in order
+            process = await exits.enter_async_context(
+                child(
+                    f"tokencustody.demo.staging.{role}",
+                    log=log,
+                    stop_seconds=_STOP_SECONDS,
+                    line_bytes=_LINE_BYTES,
+                    pass_fds=[each.fileno() for each in sockets],
+                )
             )
-            exits.push_async_callback(_stop, process)
             assert process.stdin is not None  # noqa: S101 - a pipe was asked for
             process.stdin.write(json.dumps(orders).encode() + b"\n")
             with contextlib.suppress(ConnectionError):  # it ended at once; its log says why
@@ -136,16 +134,6 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._exits.aclose()
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    assert process.stdin is not None  # noqa: S101 - a pipe was asked for
-    process.stdin.close()
-    try:
-        await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 class Line:

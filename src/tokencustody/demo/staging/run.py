@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tokencustody.audit.reading import RolloutFilter, RolloutReader
 from tokencustody.demo.staging.plans import plan_staged_rollouts
 from tokencustody.demo.staging.processes import Crew
 from tokencustody.demo.staging.report import StagingReport, make_report
-from tokencustody.errors import RolloutRetiredError
-from tokencustody.store import SqlLineageStore
+from tokencustody.demo.unused import check_unused
 
 # What is being done, how much of it is done, and how much there is.
 Progress = Callable[[str, int, int], None]
@@ -22,10 +20,6 @@ Progress = Callable[[str, int, int], None]
 LOADING = "Starting worker and serving process"
 PLAYING = "Playing, staging, recording"
 TRAINING = "Reading, verifying, linearising"
-
-
-class RunTakenError(ValueError):
-    """The run already has rollouts."""
 
 
 async def run_staging_demo(
@@ -48,7 +42,7 @@ async def run_staging_demo(
     plans = plan_staged_rollouts(rollouts, turns, seed)
     calls = sum(plan.calls for plan in plans)
     # Before the processes start: it makes a new SQLite file, and finds a database that cannot be used.
-    await _check_unused(url, run)
+    await check_unused(url, run)
 
     database: dict[str, Any] = {"url": url, "run": run}
     auth_token = secrets.token_urlsafe(32)
@@ -109,12 +103,3 @@ async def run_staging_demo(
             verdicts.append(event["verdict"])
             progress(TRAINING, len(verdicts), len(plans))
     return make_report(verdicts, played["tally"], event, seconds)
-
-
-async def _check_unused(url: str, run: str) -> None:
-    async with SqlLineageStore(url, run=run) as ledger, RolloutReader(url) as reader:
-        with contextlib.suppress(RolloutRetiredError):
-            await ledger.has_rows("rollout-000")
-        page = await reader.rollouts(RolloutFilter(run=run), limit=1)
-    if page.rollouts:
-        raise RunTakenError(f"run {run} already has rollouts; name another --run")

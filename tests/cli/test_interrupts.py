@@ -1,0 +1,260 @@
+"""Ctrl-C: what each command leaves behind, how fast it ends, and what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tokencustody.sql.tables import metadata
+from tokencustody.sql.url import parse_url
+
+WAIT = 60.0
+# Nothing ends in time because a patience ran out.
+PATIENT = """
+import sys
+import tokencustody.demo.model, tokencustody.demo.staging.processes
+from tokencustody.cli import main
+tokencustody.demo.model._STOP_SECONDS = tokencustody.demo.staging.processes._STOP_SECONDS = 600.0
+main()
+"""
+
+
+@contextlib.contextmanager
+def started(
+    program: str, *arguments: str, stderr: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program in a process group of its own, and kill it if it outlives the block."""
+    command = [sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+class Terminal:
+    """The terminal of a command. `until` reads what it shows, so that it never blocks on a full buffer."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = pty.openpty()
+        self.shown = b""
+
+    def until(self, words: bytes) -> None:
+        while words not in self.shown:
+            ready, _, _ = select.select([self._ours], [], [], WAIT)
+            assert ready, self.shown
+            self.shown += os.read(self._ours, 65_536)
+
+    def close(self) -> None:
+        """Let go of our copy of the command's end and read the rest."""
+        os.close(self.theirs)
+        # A terminal that nobody writes to any more ends in an error on Linux, and in nothing elsewhere.
+        with contextlib.suppress(OSError):
+            while more := os.read(self._ours, 65_536):
+                self.shown += more
+        os.close(self._ours)
+
+
+def children(pid: int) -> list[int]:
+    """Return the ids of a process's children, and of theirs."""
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
+    parents = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    below = [child for child, parent in parents if parent == pid]
+    return below + [each for child in below for each in children(child)]
+
+
+def ended(process: int) -> bool:
+    """Return whether the process of a descriptor ends in time."""
+    ready, _, _ = select.select([process], [], [], WAIT)
+    os.close(process)
+    return bool(ready)
+
+
+@pytest.mark.parametrize("options", [[], ["--staging"]], ids=["demo", "staging"])
+def test_ctrl_c_ends_the_demo_and_its_processes_in_order(tmp_path: Path, options: list[str]) -> None:
+    terminal = Terminal()
+    arguments = ["demo", *options, "--rollouts", "8", "--url", str(tmp_path / "captures.db")]
+    with started(PATIENT, *arguments, stderr=terminal.theirs) as command:
+        terminal.until(b"Playing")
+        processes = [os.pidfd_open(pid) for pid in children(command.pid)]
+        command.send_signal(signal.SIGINT)
+        terminal.until(b"interrupted: ending the demo's processes")
+        terminal.close()
+        assert command.wait(WAIT) == 130
+    assert len(processes) == (3 if options else 1)
+    assert all(map(ended, processes))
+    assert b"Traceback" not in terminal.shown
+
+
+@pytest.mark.parametrize("options", [[], ["--staging"]], ids=["demo", "staging"])
+def test_a_second_ctrl_c_ends_the_demo_at_once_with_processes_that_do_not_answer(
+    tmp_path: Path, options: list[str]
+) -> None:
+    terminal = Terminal()
+    arguments = ["demo", *options, "--rollouts", "8", "--url", str(tmp_path / "captures.db")]
+    with started(PATIENT, *arguments, stderr=terminal.theirs) as command:
+        terminal.until(b"Playing")
+        # Stopped, so that the first Ctrl-C waits for them.
+        below = children(command.pid)
+        processes = [os.pidfd_open(pid) for pid in below]
+        direct = below[: 2 if options else 1]
+        for pid in direct:
+            os.kill(pid, signal.SIGSTOP)
+        command.send_signal(signal.SIGINT)
+        terminal.until(b"interrupted: ending the demo's processes")
+        command.send_signal(signal.SIGINT)
+        terminal.close()
+        assert command.wait(WAIT) == 130
+    assert len(processes) == (3 if options else 1)
+    assert all(map(ended, processes))
+    assert b"Traceback" not in terminal.shown
+    assert terminal.shown.rstrip().endswith(b"\x1b[?25h"), "the cursor is hidden"
+
+
+def rows(url: str) -> int:
+    """Return how many rows of runs a SQLite file holds."""
+    connection = sqlite3.connect(parse_url(url).dsn)
+    try:
+        tables = [table.name for table in metadata.sorted_tables if "run" in table.c]
+        return sum(connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables)
+    finally:
+        connection.close()
+
+
+CONFORMANCE = """
+import asyncio, sys
+from tokencustody.cli import main
+{patch}
+main()
+"""
+TELLS_OF_WRITERS = CONFORMANCE.format(
+    patch="""
+from tokencustody.conformance.writers import Writers
+original = Writers.{moment}
+def told(self, *arguments):
+    if {moment!r} == "prepare":  # its processes are still importing
+        print("now", flush=True)
+    result = original(self, *arguments)
+    print("now", flush=True)
+    return result
+Writers.{moment} = told
+"""
+)
+HANGS_IN_A_CHECK = """
+import tokencustody.conformance.runner as runner
+async def hang(check, transport, timeout):
+    result = await original(check, transport, timeout)
+    if check.name == "concurrent_stages":
+        print("now", flush=True)
+        await asyncio.Event().wait()
+    return result
+original, runner._run = runner._run, hang
+"""
+DELETES_NOTHING = """
+from tokencustody.errors import StoreUnavailableError
+from tokencustody.store import SqlStagingStore, SqlTokenSource
+delete = SqlTokenSource.delete
+async def lost(self, rollout_ids):
+    if rollout_ids == ["conformance-reachable"]:
+        return await delete(self, rollout_ids)
+    {lost}
+SqlTokenSource.delete = lost
+"""
+FAILS = DELETES_NOTHING.format(lost="raise StoreUnavailableError('the database is gone')")
+HANGS = DELETES_NOTHING.format(lost="await asyncio.Event().wait()")
+# None of these deletes anything itself.
+CHECKS = ["--check", "put_then_freeze", "--check", "concurrent_stages"]
+COMMAND = ["conformance", *CHECKS, "--run", "mine"]
+
+
+def read_line(command: subprocess.Popen[bytes]) -> bytes:
+    assert command.stdout is not None
+    return command.stdout.readline()
+
+
+@pytest.mark.race
+@pytest.mark.parametrize("moment", ["prepare", "start"])
+def test_ctrl_c_to_the_whole_group_during_the_race_leaves_no_row_and_no_traceback(
+    sqlite_url: str, moment: str
+) -> None:
+    arguments = ["conformance", "--url", sqlite_url, "--check", "strict_fence"]
+    with started(TELLS_OF_WRITERS.format(moment=moment), *arguments) as command:
+        assert read_line(command) == b"now\n"
+        os.killpg(command.pid, signal.SIGINT)
+        _, said = command.communicate(timeout=WAIT)
+    assert command.returncode == 130
+    assert re.fullmatch(rb"interrupted: deleting what the checks wrote;[^\n]*\n", said), said
+    assert rows(sqlite_url) == 0
+
+
+def test_an_interrupted_check_leaves_no_rollout_and_no_staged_call(sqlite_url: str) -> None:
+    with started(CONFORMANCE.format(patch=HANGS_IN_A_CHECK), *COMMAND, "--url", sqlite_url) as command:
+        assert read_line(command) == b"now\n"
+        assert rows(sqlite_url) > 0
+        command.send_signal(signal.SIGINT)
+        _, said = command.communicate(timeout=WAIT)
+    assert command.returncode == 130
+    assert b"left in the runs" not in said
+    assert rows(sqlite_url) == 0
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "interrupts"), [(FAILS, 1), (HANGS, 2)], ids=["it fails", "it is interrupted too"]
+)
+def test_what_an_interrupted_check_cannot_delete_it_names_with_statements_that_do(
+    sqlite_url: str, obstacle: str, interrupts: int
+) -> None:
+    program = CONFORMANCE.format(patch=HANGS_IN_A_CHECK + obstacle)
+    with started(program, *COMMAND, "--url", sqlite_url) as command:
+        assert read_line(command) == b"now\n"
+        command.send_signal(signal.SIGINT)
+        assert command.stderr is not None
+        first = command.stderr.readline()
+        assert first.startswith(b"interrupted: deleting what the checks wrote; Ctrl-C again")
+        if interrupts == 2:
+            command.send_signal(signal.SIGINT)
+        said = command.stderr.read()
+    assert command.returncode == 130
+    assert b"Traceback" not in said
+    assert f"left in the runs mine and mine-other of {sqlite_url}.".encode() in said
+    assert (b"error: the database is gone" in said) is (interrupts == 1)
+    assert rows(sqlite_url) > 0
+    connection = sqlite3.connect(parse_url(sqlite_url).dsn)
+    with connection:
+        connection.execute("PRAGMA foreign_keys = ON")
+        for statement in re.findall(r"DELETE FROM [^;]+;", said.decode()):
+            connection.execute(statement)
+    connection.close()
+    assert rows(sqlite_url) == 0
+
+
+def test_ctrl_c_while_the_commands_are_loaded_is_quiet() -> None:
+    # SQLAlchemy and the rest are loaded inside `main`; an interrupt there must not depend on which module it hits.
+    program = """
+import builtins, os, signal, sys
+from tokencustody.__main__ import main
+original = builtins.__import__
+def interrupted(name, *arguments, **options):
+    if name == "tokencustody.cli":
+        os.kill(os.getpid(), signal.SIGINT)
+    return original(name, *arguments, **options)
+builtins.__import__ = interrupted
+main()
+"""
+    with started(program, "--help") as command:
+        out, said = command.communicate(timeout=WAIT)
+    assert (command.returncode, out, said) == (130, b"", b"")
