@@ -13,10 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.entries import make_entry
 from tokencustody import CaptureStore, TokenCaptureSnapshot, cumulative_tokens, open_store
 from tokencustody.cli import app
 from tokencustody.demo import model as model_module
@@ -33,6 +35,8 @@ from tokencustody.demo.model import (
 from tokencustody.demo.report import make_report
 from tokencustody.demo.rollouts import PlayedRollout, RolloutPlayer
 from tokencustody.demo.tasks import MAX_TURNS, plan_rollouts
+from tokencustody.demo.unused import RunTakenError
+from tokencustody.errors import SchemaMismatchError, StoreUnavailableError
 
 END_OF_TURN = 2  # <|im_end|> in this model's vocabulary
 QUESTION = [{"role": "user", "content": "Name three fruits."}]
@@ -153,7 +157,7 @@ def test_the_json_report_agrees_with_the_database(store_url: str) -> None:
 def test_a_person_sees_the_totals_one_rollout_and_queries_that_run(tmp_path: Path) -> None:
     database = tmp_path / "captures.db"
     arguments = ["demo", "--rollouts", "1", "--turns", "2", "--url", str(database), "--run", "shown"]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "140"})
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     for words in ("rollouts masked", "rollout-000-call-1 announced and never stored", "mean", "unresolved"):
         assert words in result.stdout
@@ -191,6 +195,60 @@ def test_without_its_packages_the_demo_says_in_one_line_what_to_install(
     assert error.startswith("error: ")
     assert INSTALL_HINT in error
     assert not (tmp_path / "captures.db").exists()
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def started(*arguments: Any, **options: Any) -> None:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+
+
+@pytest.mark.parametrize("options", [[], ["--staging"]], ids=["demo", "staging"])
+def test_a_database_that_cannot_be_used_is_told_before_the_model_is_loaded(
+    no_process: None, empty_postgres_url: str, options: list[str]
+) -> None:
+    result = CliRunner().invoke(app, ["demo", *options, "--url", empty_postgres_url])
+    assert isinstance(result.exception, SchemaMismatchError)
+    parts = urlsplit(empty_postgres_url)
+    wrong = parts._replace(netloc=f"{parts.username}:s3cret@{parts.hostname}:{parts.port}")
+    result = CliRunner().invoke(app, ["demo", *options, "--url", urlunsplit(wrong)])
+    assert isinstance(result.exception, StoreUnavailableError)
+
+
+def test_two_demos_of_the_same_second_are_two_runs(
+    no_process: None, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+
+    async def taken(url: str, run: str) -> None:
+        names.append(run)
+        raise RunTakenError(run)
+
+    monkeypatch.setattr("tokencustody.demo.unused.check_unused", taken)
+    monkeypatch.setattr("time.strftime", lambda form: "demo-20260101-000000")
+    for _ in range(2):
+        result = CliRunner().invoke(app, ["demo", "--url", sqlite_url])
+        assert result.exit_code == 1
+        assert result.stderr.endswith(f"error: run {names[-1]} already has rollouts; name another --run\n")
+    assert names[0] != names[1]
+    assert all(name.startswith("demo-20260101-000000-") for name in names)
+
+
+def test_a_run_that_another_demo_is_writing_to_is_one_line(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def meanwhile(url: str, run: str) -> None:
+        async with open_store(url, run=run) as store:
+            await store.sink.put(make_entry("rollout-000", "rollout-000-call-0"))
+
+    monkeypatch.setattr("tokencustody.demo.unused.check_unused", meanwhile)
+    result = CliRunner().invoke(app, ["demo", "--rollouts", "3", "--url", sqlite_url, "--run", "shared"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    error = result.stderr.strip().splitlines()[-1]
+    assert error == "error: another process plays these rollouts in run shared; name another --run"
 
 
 async def test_every_sampled_id_has_a_log_probability_even_among_emoji() -> None:

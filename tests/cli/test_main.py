@@ -16,6 +16,7 @@ import pytest
 
 from tokencustody.cli import main
 from tokencustody.sql import migrate
+from tokencustody.sql.tables import FenceState
 from tokencustody.sql.url import parse_url
 
 # The package has the command of the same name.
@@ -172,6 +173,49 @@ def test_a_wrong_password_is_not_repeated(failing: Failing, postgres_url: str) -
     line = failing("rollouts", "--url", urlunsplit(wrong))
     assert f"{parts.hostname}:{parts.port}{parts.path} is not available" in line
     assert "s3cret" not in line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *COMMANDS,
+        ["conformance"],
+        ["demo"],
+        ["demo", "--staging"],
+        ["serve"],
+        ["db", "upgrade"],
+        ["db", "downgrade", "--revision", "base", "--yes"],
+        ["db", "current"],
+        ["db", "check"],
+        ["db", "sql"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_takes_the_database_from_the_environment(
+    failing: Failing, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENCUSTODY_AUTH_TOKEN", "token")
+    monkeypatch.setenv("TOKENCUSTODY_URL", "mysql://me:s3cret@host/x")
+    assert "scheme 'mysql' is not supported" in failing(*command)
+
+
+@pytest.mark.parametrize("command", [[], *COMMANDS, ["demo"], ["conformance"], ["serve"], ["db", "check"]])
+def test_help_loads_no_database_and_no_server(command: list[str]) -> None:
+    program = """
+import atexit, sys
+from tokencustody.__main__ import main
+heavy = ("sqlalchemy", "alembic", "asyncpg", "aiosqlite", "fastapi", "uvicorn", "httpx")
+atexit.register(lambda: print(*sorted(sys.modules.keys() & set(heavy)), file=sys.stderr))
+main()
+"""
+    arguments = [sys.executable, "-c", program, *(part for part in command if part != "rollout-1"), "--help"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert "Usage" in done.stdout
+    assert done.stderr == "\n"
+
+
+def test_the_states_to_choose_from_are_those_of_the_store() -> None:
+    assert [state.value for state in rollouts.State] == [state.value for state in FenceState]
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, sqlite_url: str) -> None:

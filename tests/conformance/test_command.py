@@ -70,6 +70,22 @@ def test_a_failed_check_is_exit_code_1_and_shows_why(
     assert "1 checks passed, 3 failed" in output
 
 
+def test_a_pipe_gets_whole_lines(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "a reason of many words, " * 9 + "the last of [red]them[/red]"
+
+    async def fails(self: SqlTokenSource, *arguments: object) -> bool:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(SqlTokenSource, "drop", fails)
+    output = run(
+        *COMMAND, "--check", "conditional_retirement", "--url", sqlite_url, code=1, COLUMNS="80"
+    ).splitlines()
+    table = [line for line in output if line.startswith(("┏", "┃", "┡", "│", "└"))]
+    assert len({len(line) for line in table}) == 1
+    assert all(line.endswith(("┓", "┃", "┩", "│", "┘")) for line in table)
+    assert any(reason in line for line in table)
+
+
 def test_the_ledger_and_the_staging_store_are_checked_without_a_word_on_what_they_warn_of(
     sqlite_url: str,
 ) -> None:

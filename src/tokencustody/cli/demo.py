@@ -152,10 +152,14 @@ def _show_staging(
         from tokencustody.demo.unused import RunTakenError
     except ImportError as exc:
         _fail(str(exc))
-    with _progress() as progress:
+    with contextlib.ExitStack() as exits:
+        # Not before there is something to show: even an empty one prints a line.
+        progress: Progress | None = None
         bars: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int) -> None:
+            nonlocal progress
+            progress = progress or exits.enter_context(_progress())
             if what not in bars:
                 bars[what] = progress.add_task(what, total=total)
             progress.update(bars[what], completed=done)
@@ -174,7 +178,7 @@ def _show_staging(
                 )
             )
         except (RoleFailedError, RunTakenError) as exc:
-            progress.stop()
+            exits.close()
             _fail(str(exc))
     if json_output:
         _print_json(url, run, report.as_json())
