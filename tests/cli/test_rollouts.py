@@ -310,6 +310,18 @@ class TestRollouts:
         assert max(map(len, lines)) <= 80
         assert rollout_id in "".join(re.findall(r"[A-Z]{3,}", "\n".join(lines)))
 
+    def test_a_terminal_has_a_column_for_the_ledger_only_where_something_is_in_it(
+        self, cli: Cli, store_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "80")
+        fill(store_url, lambda store: store.sink.put(make_entry("captured")))
+        assert "ledger" not in cli("rollouts")
+        fill(store_url, ledger_only)
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", cli("rollouts")).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert re.search(r"staged +open +0 +0 \+ 0 +3 \+ 1 +0 ", lines[1])
+
 
 class TestShow:
     def test_calls_stand_in_a_tree_by_parent_in_commit_order(self, cli: Cli, store_url: str) -> None:

@@ -33,6 +33,11 @@ def run(work: Coroutine[Any, Any, Result], *, notice: str, at_once: Callable[[],
         os.write(2, shown.encode(errors="backslashreplace"))
         os._exit(130)
 
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as a shell sets it for what runs in the background
+        return asyncio.run(work)
+
     async def interruptible() -> Result:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None  # noqa: S101 - this is its coroutine

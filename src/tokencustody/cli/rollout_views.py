@@ -45,11 +45,21 @@ def rollouts_table(found: Sequence[RolloutSummary]) -> Table:
 
 
 def narrow_table(found: Sequence[RolloutSummary]) -> Table:
-    """Return a table that fits a terminal: only the time of the last change of state, and not why."""
-    table = _table((*_COLUMNS, "since (UTC)", "incomplete"))
+    """Return a table that fits a terminal: only the time of the last change of state, and not why.
+
+    Without a call in any ledger there is no column for them; failures are counted after a plus sign.
+    """
+    ledger = any(rollout.ledger_calls or rollout.ledger_failures for rollout in found)
+    columns = [name for name in _COLUMNS if ledger or name != "ledger"]
+    table = _table((*columns, "since (UTC)", "incomplete"))
     for rollout in found:
+        cells = dict(zip(_COLUMNS, _cells(rollout), strict=True))
+        failures = f" + {rollout.ledger_failures:,}" if rollout.ledger_failures else ""
+        cells["ledger"] = f"{rollout.ledger_calls:,}{failures}"
         since = rollout.retired_at or rollout.frozen_at or rollout.opened_at
-        table.add_row(*_cells(rollout), f"{since.astimezone(UTC):%m-%d %H:%M}", _yes_or_no(rollout))
+        table.add_row(
+            *(cells[name] for name in columns), f"{since.astimezone(UTC):%m-%d %H:%M}", _yes_or_no(rollout)
+        )
     return table
 
 
