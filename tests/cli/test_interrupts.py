@@ -6,16 +6,17 @@ import contextlib
 import os
 import pty
 import re
-import select
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from select import select as ready_of
 
 import pytest
+from sqlalchemy import Connection, func, select, text
 
+from tokencustody.sql.migrate import in_transaction
 from tokencustody.sql.tables import metadata
 from tokencustody.sql.url import parse_url
 
@@ -55,7 +56,7 @@ class Terminal:
 
     def until(self, words: bytes) -> None:
         while words not in self.shown:
-            ready, _, _ = select.select([self._ours], [], [], WAIT)
+            ready, _, _ = ready_of([self._ours], [], [], WAIT)
             assert ready, self.shown
             self.shown += os.read(self._ours, 65_536)
 
@@ -81,7 +82,7 @@ def children(pid: int) -> list[int]:
 
 def ended(process: int) -> bool:
     """Return whether the process of a descriptor ends in time."""
-    ready, _, _ = select.select([process], [], [], WAIT)
+    ready, _, _ = ready_of([process], [], [], WAIT)
     os.close(process)
     return bool(ready)
 
@@ -128,13 +129,13 @@ def test_a_second_ctrl_c_ends_the_demo_at_once_with_processes_that_do_not_answer
 
 
 def rows(url: str) -> int:
-    """Return how many rows of runs a SQLite file holds."""
-    connection = sqlite3.connect(parse_url(url).dsn)
-    try:
-        tables = [table.name for table in metadata.sorted_tables if "run" in table.c]
-        return sum(connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables)
-    finally:
-        connection.close()
+    """Return how many rows of runs a database holds."""
+
+    def count(connection: Connection) -> int:
+        tables = [table for table in metadata.sorted_tables if "run" in table.c]
+        return sum(connection.execute(select(func.count()).select_from(t)).scalar_one() for t in tables)
+
+    return in_transaction(parse_url(url), count)
 
 
 CONFORMANCE = """
@@ -191,37 +192,37 @@ def read_line(command: subprocess.Popen[bytes]) -> bytes:
 @pytest.mark.race
 @pytest.mark.parametrize("moment", ["prepare", "start"])
 def test_ctrl_c_to_the_whole_group_during_the_race_leaves_no_row_and_no_traceback(
-    sqlite_url: str, moment: str
+    store_url: str, moment: str
 ) -> None:
-    arguments = ["conformance", "--url", sqlite_url, "--check", "strict_fence"]
+    arguments = ["conformance", "--url", store_url, "--check", "strict_fence"]
     with started(TELLS_OF_WRITERS.format(moment=moment), *arguments) as command:
         assert read_line(command) == b"now\n"
         os.killpg(command.pid, signal.SIGINT)
         _, said = command.communicate(timeout=WAIT)
     assert command.returncode == 130
     assert re.fullmatch(rb"interrupted: deleting what the checks wrote;[^\n]*\n", said), said
-    assert rows(sqlite_url) == 0
+    assert rows(store_url) == 0
 
 
-def test_an_interrupted_check_leaves_no_rollout_and_no_staged_call(sqlite_url: str) -> None:
-    with started(CONFORMANCE.format(patch=HANGS_IN_A_CHECK), *COMMAND, "--url", sqlite_url) as command:
+def test_an_interrupted_check_leaves_no_rollout_and_no_staged_call(store_url: str) -> None:
+    with started(CONFORMANCE.format(patch=HANGS_IN_A_CHECK), *COMMAND, "--url", store_url) as command:
         assert read_line(command) == b"now\n"
-        assert rows(sqlite_url) > 0
+        assert rows(store_url) > 0
         command.send_signal(signal.SIGINT)
         _, said = command.communicate(timeout=WAIT)
     assert command.returncode == 130
     assert b"left in the runs" not in said
-    assert rows(sqlite_url) == 0
+    assert rows(store_url) == 0
 
 
 @pytest.mark.parametrize(
     ("obstacle", "interrupts"), [(FAILS, 1), (HANGS, 2)], ids=["it fails", "it is interrupted too"]
 )
 def test_what_an_interrupted_check_cannot_delete_it_names_with_statements_that_do(
-    sqlite_url: str, obstacle: str, interrupts: int
+    store_url: str, obstacle: str, interrupts: int
 ) -> None:
     program = CONFORMANCE.format(patch=HANGS_IN_A_CHECK + obstacle)
-    with started(program, *COMMAND, "--url", sqlite_url) as command:
+    with started(program, *COMMAND, "--url", store_url) as command:
         assert read_line(command) == b"now\n"
         command.send_signal(signal.SIGINT)
         assert command.stderr is not None
@@ -232,16 +233,17 @@ def test_what_an_interrupted_check_cannot_delete_it_names_with_statements_that_d
         said = command.stderr.read()
     assert command.returncode == 130
     assert b"Traceback" not in said
-    assert f"left in the runs mine and mine-other of {sqlite_url}.".encode() in said
+    assert f"left in the runs mine and mine-other of {parse_url(store_url).display}.".encode() in said
     assert (b"error: the database is gone" in said) is (interrupts == 1)
-    assert rows(sqlite_url) > 0
-    connection = sqlite3.connect(parse_url(sqlite_url).dsn)
-    with connection:
-        connection.execute("PRAGMA foreign_keys = ON")
-        for statement in re.findall(r"DELETE FROM [^;]+;", said.decode()):
-            connection.execute(statement)
-    connection.close()
-    assert rows(sqlite_url) == 0
+    assert rows(store_url) > 0
+    statements = re.findall(r"DELETE FROM [^;]+;", said.decode())
+
+    def follow(connection: Connection) -> None:
+        for statement in statements:
+            connection.execute(text(statement))
+
+    in_transaction(parse_url(store_url), follow)
+    assert rows(store_url) == 0
 
 
 @pytest.mark.parametrize("loaded", ["tokencustody.cli", "tokencustody.audit", "pydantic_core"])
