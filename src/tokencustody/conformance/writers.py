@@ -79,7 +79,12 @@ def write_streams(pickled_factory: bytes | Factory, connection: Connection, name
             return  # The other end gave up, and knows why.
         except Exception as exc:
             with contextlib.suppress(OSError):
-                connection.send(("failed", describe(exc)))
+                _send(connection, ("failed", describe(exc)))
+
+
+def _send(connection: Connection, message: object) -> None:
+    # Not `connection.send`: to a pipe whose other end is gone, Python 3.13 has it complain of a buffer besides.
+    connection.send_bytes(pickle.dumps(message))
 
 
 async def _obey(sink: Any, connection: Connection, name: str) -> None:
@@ -93,11 +98,11 @@ async def _obey(sink: Any, connection: Connection, name: str) -> None:
                 sink.put(record(order.warm_up_id, f"{name}-{order.rollout_id}-{n}")) for n in range(STREAMS)
             )
             await asyncio.gather(*warm_up)
-            connection.send(("ready",))
+            _send(connection, ("ready",))
             await asyncio.to_thread(connection.recv)
             streams = (_stream(sink, connection, order, f"{name}-{n}") for n in range(STREAMS))
             await asyncio.gather(*streams)
-            connection.send(("done",))
+            _send(connection, ("done",))
     finally:
         await sink.close()
 
@@ -107,7 +112,7 @@ async def _stream(sink: Any, connection: Connection, order: Order, name: str) ->
         call_id = f"{name}-{number}"
         for operation in order.operations:
             outcome, detail = await _attempt(sink, order.rollout_id, call_id, operation)
-            connection.send(("outcome", operation, call_id, outcome, detail))
+            _send(connection, ("outcome", operation, call_id, outcome, detail))
             if outcome != "returned":
                 return
 
@@ -175,7 +180,7 @@ class Writers:
         """End the writers, and those that do not end by themselves if they are processes."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
-                connection.send(None)
+                _send(connection, None)
             connection.close()
         for worker in self._workers:
             worker.join(10.0)
@@ -186,7 +191,7 @@ class Writers:
     def _send(self, message: object) -> None:
         for connection in self._connections:
             try:
-                connection.send(message)
+                _send(connection, message)
             except OSError as exc:
                 self._receive({connection})
                 raise PromiseBrokenError("a writer ended before the race") from exc
