@@ -35,6 +35,8 @@ from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntr
 Entry = TypeVar("Entry", bound=BaseModel)
 
 CODEC_VERSION = 1
+# The form that leaves out a prefix of the prompt which another call holds.
+SHARED_CODEC_VERSION = 2
 
 _HEADER = struct.Struct("<BBBxQQ")
 _TYPECODES = {array(code).itemsize: code for code in "HIQ"}
