@@ -157,9 +157,15 @@ def encode_token_ids(token_ids: Sequence[int]) -> bytes:
 
 def compute_digest(token_ids: Sequence[int]) -> str:
     """Return the SHA-256 (lowercase hex) that names a token sequence. No ids: the hash of the domain alone."""
+    return digest_of_uint64s(encode_uint64s(token_ids))
+
+
+def digest_of_uint64s(encoded: bytes | memoryview) -> str:
+    """Return `compute_digest` of ids that `encode_uint64s` has encoded."""
     hasher = hashlib.sha256(TOKEN_DIGEST_DOMAIN)
-    if token_ids:
-        hasher.update(encode_token_ids(token_ids))
+    if encoded:
+        hasher.update(bytes((DIGEST_VERSION,)) + (len(encoded) // 8).to_bytes(8, "big"))
+        hasher.update(encoded)
     return hasher.hexdigest()
 
 

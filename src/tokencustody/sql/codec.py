@@ -10,9 +10,17 @@ Layout, codec version 1, all integers little-endian:
     8 bytes     number of generated ids, which is also the number of log probabilities
     then        prompt ids, generated ids, log probabilities (float64), and the other fields as one JSON object
 
+Codec version 2 leaves out the first prompt ids, where they are the whole sequence of the parent call:
+
+    bytes 0-3   as above, version 2; the width is still that of the whole call
+    8 bytes     number of prompt ids that were left out
+    8 bytes     number of the other prompt ids
+    8 bytes     number of generated ids
+    then        what version 1 has after the ids that were left out
+
 JSON text knows one NaN: outside the log probabilities, which keep every bit, a NaN comes back without its sign and
-payload bits. The SHA-256 of these bytes is the identity of the payload. The JSON keeps the order in
-which the writer gave its keys, so what is read prints like what was written.
+payload bits. The SHA-256 of the version 1 bytes is the identity of the payload, in whichever form it is stored. The
+JSON keeps the order in which the writer gave its keys, so what is read prints like what was written.
 """
 
 from __future__ import annotations
@@ -23,22 +31,23 @@ import struct
 import sys
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
-from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry
+from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry, digest_of_uint64s
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
 CODEC_VERSION = 1
-# The form that leaves out a prefix of the prompt which another call holds.
+# The form that leaves out the beginning of the prompt, which another call holds.
 SHARED_CODEC_VERSION = 2
 
 _HEADER = struct.Struct("<BBBxQQ")
+_SHARED_HEADER = struct.Struct("<BBBxQQQ")
 _TYPECODES = {array(code).itemsize: code for code in "HIQ"}
 _STRICT_JSON, _PYTHON_JSON = 0, 1
 _MAX_COLUMN_INT = 2**63 - 1
@@ -50,11 +59,116 @@ _LONGEST_INT_BITS = 14_000
 
 @dataclass(frozen=True, slots=True)
 class PackedEntry:
-    """One call ready to be stored: its payload, the payload's SHA-256 (hex) and the width of its token ids."""
+    """One call ready to be stored whole: its payload, the payload's SHA-256 (hex) and the width of its token ids.
+
+    `length` counts the prompt's and the generated ids, and `digest` is `compute_digest` of them: the call's whole
+    sequence, unless the prompt is a delta on the parent's. Then the digest is None.
+    """
 
     payload: bytes
     sha256: str
     token_width: int
+    prompt_len: int
+    length: int
+    digest: str | None
+    _sequence: bytes = field(repr=False)
+
+    def prefix_digest(self, length: int) -> str:
+        """Return `compute_digest` of the first `length` prompt ids.
+
+        Raises ValueError when the prompt is shorter, and for a delta prompt, which begins in the parent.
+        """
+        self._check_prefix(length)
+        return digest_of_uint64s(memoryview(self._sequence)[: 8 * length])
+
+    def without_prefix(self, length: int) -> SharedPayload:
+        """Return the form that leaves out the first `length` prompt ids, the whole sequence of the parent.
+
+        Raises ValueError when the prompt is shorter, and for a delta prompt, which begins in the parent.
+        """
+        self._check_prefix(length)
+        _, width, dialect, prompt_len, generation_len = _HEADER.unpack_from(self.payload)
+        header = _SHARED_HEADER.pack(
+            SHARED_CODEC_VERSION, width, dialect, length, prompt_len - length, generation_len
+        )
+        payload = header + self.payload[_HEADER.size + length * width :]
+        return SharedPayload(payload, hashlib.sha256(payload).hexdigest())
+
+    def _check_prefix(self, length: int) -> None:
+        if self.digest is None:
+            raise ValueError("a delta prompt begins in its parent, not with a prefix of its own")
+        if not 0 <= length <= self.prompt_len:
+            raise ValueError(f"a prompt of {self.prompt_len} ids has no prefix of {length}")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPayload:
+    """A payload without the ids that the parent call holds, and the SHA-256 (hex) of these bytes."""
+
+    payload: bytes
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCall:
+    """A stored payload, proven by the hash of its bytes; its columns are decoded when they are asked for.
+
+    `own_prompt_len` counts the prompt ids that were stored: all of them, or those after the `shared_len` ids which
+    the call `fields["parent_call_id"]` holds (None: the payload is whole).
+    """
+
+    token_width: int
+    dialect: int
+    shared_len: int | None
+    own_prompt_len: int
+    generation_len: int
+    fields: dict[str, Any]
+    body: bytes
+
+    @property
+    def parent_call_id(self) -> str | None:
+        """The exact id, where the audit column may be shortened."""
+        parent: str | None = self.fields.get("parent_call_id")
+        return parent
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the writer gave a prompt without the parent's sequence, which stays so."""
+        return bool(self.fields.get("prompt_is_delta"))
+
+    def own_prompt(self) -> list[int]:
+        """Return the prompt ids that were stored."""
+        return _decoded(_TYPECODES[self.token_width], self.body, 0, self.own_prompt_len)
+
+    def generation(self) -> list[int]:
+        """Return the generated ids."""
+        start = self.own_prompt_len * self.token_width
+        return _decoded(_TYPECODES[self.token_width], self.body, start, self.generation_len)
+
+    def whole_sha256(self, shared: array[int]) -> str:
+        """Return the SHA-256 of the whole payload, given the ids left out, packed at the width of this call."""
+        header = _HEADER.pack(
+            CODEC_VERSION,
+            self.token_width,
+            self.dialect,
+            len(shared) + self.own_prompt_len,
+            self.generation_len,
+        )
+        hasher = hashlib.sha256(header)
+        hasher.update(shared)
+        hasher.update(self.body)
+        return hasher.hexdigest()
+
+    def entry(self, shared: list[int]) -> TokenEntry:
+        """Return the entry, unchecked, given the prompt ids that were left out; it shares the integers of both."""
+        prompt, generation = self.own_prompt(), self.generation()
+        log_probs_at = (len(prompt) + len(generation)) * self.token_width
+        columns = (
+            shared + prompt if shared else prompt,
+            generation,
+            _decoded("d", self.body, log_probs_at, self.generation_len),
+        )
+        return construct(TokenEntry, {**self.fields, **dict(zip(TOKEN_FIELDS, columns, strict=True))})
 
 
 def validated(entry: TokenEntry) -> TokenEntry:
@@ -65,13 +179,13 @@ def validated(entry: TokenEntry) -> TokenEntry:
     if not isinstance(entry, TokenEntry):
         raise InvalidRecordError(f"entry must be a TokenEntry, not {type(entry).__name__}")
     try:
-        checked = TokenEntry.model_validate(dict(entry))
+        checked = TokenEntry.model_validate(_fields(entry))
     except ValidationError as exc:
         raise InvalidRecordError(first_problem(exc)) from None
-    for field in ("cum_len", "continuation_context_len", "fingerprint_version"):
-        value = getattr(checked, field)
+    for name in ("cum_len", "continuation_context_len", "fingerprint_version"):
+        value = getattr(checked, name)
         if value is not None and not 0 <= value <= _MAX_COLUMN_INT:
-            raise InvalidRecordError(f"{field} does not lie between 0 and 2^63-1")
+            raise InvalidRecordError(f"{name} does not lie between 0 and 2^63-1")
     return checked
 
 
@@ -81,45 +195,88 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
     Raises InvalidRecordError, naming the field, for an id outside 0 … 2^64-1 and for a value that would not come
     back from JSON as it was given (a tuple, bytes, a lone surrogate, a key that is no string).
     """
-    prompt = _id_column(entry.prompt_token_ids, "prompt_token_ids")
-    generation = _id_column(entry.generation_token_ids, "generation_token_ids")
-    width = max(_width(prompt), _width(generation))
-    dialect, fields = _encode_fields({name: value for name, value in entry if name not in TOKEN_FIELDS})
+    sequence = entry.prompt_token_ids + entry.generation_token_ids
+    column = _narrowest(sequence, entry)
+    width = column.itemsize
+    fields = _fields(entry)
+    for name in TOKEN_FIELDS:
+        del fields[name]
+    dialect, text = _encode_fields(fields)
+    prompt_len = len(entry.prompt_token_ids)
     payload = b"".join(
         (
-            _HEADER.pack(CODEC_VERSION, width, dialect, len(prompt), len(generation)),
-            _narrow(prompt, width),
-            _narrow(generation, width),
+            _HEADER.pack(CODEC_VERSION, width, dialect, prompt_len, len(entry.generation_token_ids)),
+            _little_endian(column),
             _little_endian(array("d", entry.generation_log_probs)),
-            fields,
+            text,
         )
     )
-    return PackedEntry(payload, hashlib.sha256(payload).hexdigest(), width)
+    encoded = b"" if entry.prompt_is_delta else _uint64s(sequence)
+    return PackedEntry(
+        payload,
+        hashlib.sha256(payload).hexdigest(),
+        width,
+        prompt_len,
+        len(sequence),
+        None if entry.prompt_is_delta else digest_of_uint64s(encoded),
+        encoded,
+    )
+
+
+def pack_ids(ids: list[int], width: int) -> array[int]:
+    """Return ids as the payload holds them at `width`; the array is right in its bytes, not in its values.
+
+    Raises OverflowError for an id that does not fit.
+    """
+    return _swapped_on_big_endian(array(_TYPECODES[width], ids))
 
 
 def unpack_entry(payload: bytes, sha256: str, *, rollout_id: str, model_call_id: str) -> TokenEntry:
-    """Return the entry that was packed, proven by its hash and by the ids under which it was stored.
+    """Return the entry that was packed and stored whole, proven by its hash and by the ids of its row.
 
     Raises CorruptEntryError that names the call.
     """
-    where = f"model call {model_call_id} of rollout {rollout_id}"
+    call = read_call(payload, sha256, rollout_id=rollout_id, model_call_id=model_call_id)
+    if call.shared_len is not None:
+        raise CorruptEntryError(
+            f"{where(rollout_id, model_call_id)}: the stored payload lacks the beginning of its prompt"
+        )
+    return call.entry([])
+
+
+def read_call(payload: bytes, sha256: str, *, rollout_id: str, model_call_id: str) -> StoredCall:
+    """Return a stored payload of either form, proven by the hash of its bytes and by the ids of its row.
+
+    Raises CorruptEntryError that names the call.
+    """
     if payload is None:
-        raise CorruptEntryError(f"{where}: the stored payload is missing; restore it from a backup")
+        raise CorruptEntryError(
+            f"{where(rollout_id, model_call_id)}: the stored payload is missing; restore it from a backup"
+        )
     if hashlib.sha256(payload).hexdigest() != sha256:
         raise CorruptEntryError(
-            f"{where}: the stored payload does not match its SHA-256; restore it from a backup"
+            f"{where(rollout_id, model_call_id)}: the stored payload does not match its SHA-256; "
+            "restore it from a backup"
         )
     try:
-        fields = _unpack_fields(payload)
         # The hash proves that these are the bytes of a validated entry; validating again proves nothing more.
-        entry = construct(TokenEntry, fields)
+        call = _take_apart(payload)
+        ids = call.fields["rollout_id"], call.fields["model_call_id"]
     except (ValueError, struct.error, KeyError, TypeError, RecursionError) as exc:
-        raise CorruptEntryError(f"{where}: the stored payload does not decode: {exc}") from exc
-    if (entry.rollout_id, entry.model_call_id) != (rollout_id, model_call_id):
         raise CorruptEntryError(
-            f"{where}: the stored payload belongs to another call; the row was copied or edited"
+            f"{where(rollout_id, model_call_id)}: the stored payload does not decode: {exc}"
+        ) from exc
+    if ids != (rollout_id, model_call_id):
+        raise CorruptEntryError(
+            f"{where(rollout_id, model_call_id)}: the stored payload belongs to another call; "
+            "the row was copied or edited"
         )
-    return entry
+    return call
+
+
+def where(rollout_id: str, model_call_id: str) -> str:
+    """Return how an error names a call."""
+    return f"model call {model_call_id} of rollout {rollout_id}"
 
 
 def differing_fields(first: TokenEntry, second: TokenEntry) -> list[str]:
@@ -127,7 +284,7 @@ def differing_fields(first: TokenEntry, second: TokenEntry) -> list[str]:
 
     The order of keys does not count: a client that prints its record again may sort them.
     """
-    fields_of_first, fields_of_second = dict(first), dict(second)
+    fields_of_first, fields_of_second = _fields(first), _fields(second)
     return sorted(
         name
         for name in fields_of_first.keys() | fields_of_second.keys()
@@ -167,26 +324,43 @@ def first_problem(exc: ValidationError) -> str:
     return f"{field}: {message}" if field else message
 
 
-def _id_column(ids: list[int], field: str) -> array[int]:
-    try:
-        return array("Q", ids)
-    except OverflowError:
-        raise InvalidRecordError(f"{field}: every id must lie between 0 and 2^64-1") from None
+def _fields(entry: TokenEntry) -> dict[str, Any]:
+    # What dict(entry) gives, ten times as fast.
+    return {**entry.__dict__, **(entry.model_extra or {})}
 
 
-def _width(ids: array[int]) -> int:
-    highest = max(ids, default=0)
-    return 2 if highest < 1 << 16 else 4 if highest < 1 << 32 else 8
+def _narrowest(ids: list[int], entry: TokenEntry) -> array[int]:
+    for code in _TYPECODES.values():
+        try:
+            return array(code, ids)
+        except OverflowError:
+            continue  # at the first id that does not fit: far cheaper than asking for the highest
+    names = ("prompt_token_ids", "generation_token_ids")
+    name = next(name for name in names if not all(0 <= token < 1 << 64 for token in getattr(entry, name)))
+    raise InvalidRecordError(f"{name}: every id must lie between 0 and 2^64-1")
 
 
-def _narrow(ids: array[int], width: int) -> bytes:
-    return _little_endian(ids if width == 8 else array(_TYPECODES[width], ids))
+def _uint64s(ids: list[int]) -> bytes:
+    column = array("Q", ids)
+    if sys.byteorder == "little":
+        column.byteswap()
+    return column.tobytes()
+
+
+def _swapped_on_big_endian(column: array[Any]) -> array[Any]:
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
 
 
 def _little_endian(column: array[Any]) -> bytes:
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
+    return _swapped_on_big_endian(column).tobytes()
+
+
+def _decoded(code: str, body: bytes, start: int, count: int) -> list[Any]:
+    column = array(code)
+    column.frombytes(body[start : start + count * column.itemsize])
+    return _swapped_on_big_endian(column).tolist()
 
 
 def _encode_fields(fields: dict[str, Any]) -> tuple[int, bytes]:
@@ -237,32 +411,27 @@ def require_json(value: Any, path: str) -> None:
                 )
 
 
-def _unpack_fields(payload: bytes) -> dict[str, Any]:
-    version, width, dialect, prompt_len, generation_len = _HEADER.unpack_from(payload)
-    if version != CODEC_VERSION:
-        raise ValueError(f"payload codec {version} is not {CODEC_VERSION}, the one this library reads")
+def _take_apart(payload: bytes) -> StoredCall:
+    shared_len: int | None = None
+    if payload[:1] == bytes((SHARED_CODEC_VERSION,)):
+        header = _SHARED_HEADER
+        _, width, dialect, shared_len, own_prompt_len, generation_len = header.unpack_from(payload)
+    else:
+        header = _HEADER
+        version, width, dialect, own_prompt_len, generation_len = header.unpack_from(payload)
+        if version != CODEC_VERSION:
+            raise ValueError(
+                f"payload codec {version} is not {CODEC_VERSION} or {SHARED_CODEC_VERSION}, those this library reads"
+            )
+    if width not in _TYPECODES:
+        raise ValueError(f"token ids of {width} bytes")
     if dialect not in (_STRICT_JSON, _PYTHON_JSON):
         raise ValueError(f"unknown JSON dialect {dialect}")
-    offset = _HEADER.size
-    columns: list[list[Any]] = []
-    for code, count in (
-        (_TYPECODES[width], prompt_len),
-        (_TYPECODES[width], generation_len),
-        ("d", generation_len),
-    ):
-        column = array(code)
-        end = offset + count * column.itemsize
-        if end > len(payload):
-            raise ValueError("the payload ends inside a column")
-        column.frombytes(payload[offset:end])
-        if sys.byteorder == "big":
-            column.byteswap()
-        columns.append(column.tolist())
-        offset = end
-    fields: Mapping[str, Any] = (orjson.loads if dialect == _STRICT_JSON else json.loads)(payload[offset:])
-    resolution = fields["parent_resolution"]
-    return {
-        **fields,
-        **dict(zip(TOKEN_FIELDS, columns, strict=True)),
-        "parent_resolution": None if resolution is None else ParentResolutionStatus(resolution),
-    }
+    body = payload[header.size :]
+    text_at = (own_prompt_len + generation_len) * width + generation_len * 8
+    if text_at > len(body):
+        raise ValueError("the payload ends inside a column")
+    fields = (orjson.loads if dialect == _STRICT_JSON else json.loads)(body[text_at:])
+    if fields["parent_resolution"] is not None:
+        fields["parent_resolution"] = ParentResolutionStatus(fields["parent_resolution"])
+    return StoredCall(width, dialect, shared_len, own_prompt_len, generation_len, fields, body)
