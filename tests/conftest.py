@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from tests.support import databases
 from tests.support.postgres import NoPostgresError, Server, postgres_server
-from tokencustody.sql import engine
+from tokencustody.sql import registry
 
 settings.register_profile("tokencustody", deadline=None, derandomize=True, max_examples=100, print_blob=True)
 settings.load_profile("tokencustody")
@@ -99,8 +99,8 @@ def sqlite_url(tmp_path: Path) -> str:
 def _nothing_left_open() -> Iterator[None]:
     """Fail a test that leaves a store open or a connection checked out."""
     yield
-    left = engine.open_engines()
-    assert not [e for e in left if e.writer.pool.checkedout() or e.reader.pool.checkedout()]  # type: ignore[attr-defined]
+    left = registry.open_engines()
+    assert not [engines for engines in left if engines.checked_out()]
     assert not left
 
 

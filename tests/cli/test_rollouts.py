@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Engine, event, select, update
 
 from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
@@ -140,9 +139,9 @@ def reason(kind: str, call_id: str, differing: str = "", times: int = 1) -> dict
 def everything(url: str) -> dict[str, list[tuple[Any, ...]]]:
     """Return every row of every table."""
 
-    async def read(connection: AsyncConnection) -> dict[str, list[tuple[Any, ...]]]:
+    def read(connection: Connection) -> dict[str, list[tuple[Any, ...]]]:
         return {
-            name: sorted(map(tuple, await connection.execute(select(table))), key=repr)
+            name: sorted(map(tuple, connection.execute(select(table))), key=repr)
             for name, table in metadata.tables.items()
         }
 
@@ -523,8 +522,8 @@ class TestBoth:
         fill(store_url, every_kind)
         printed: list[str] = []
 
-        async def write(connection: AsyncConnection) -> None:
-            await connection.execute(update(fences).values(version=99))
+        def write(connection: Connection) -> None:
+            connection.execute(update(fences).values(version=99))
             for arguments in (["rollouts", "--json"], ["show", "bad", "--json"]):
                 printed.append(await asyncio.to_thread(cli, *arguments))
 

@@ -17,7 +17,7 @@ from sqlalchemy import (
     insert,
 )
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from tokencustody.sql import tables
 from tokencustody.sql.transactions import Database
@@ -207,9 +207,9 @@ REQUIRED = [
 async def insert_rows(url: str, *rows: tuple[str, dict[str, Any]]) -> None:
     """Insert rows in one transaction, by the door that the stores use."""
 
-    async def work(connection: AsyncConnection) -> None:
+    def work(connection: Connection) -> None:
         for name, row in rows:
-            await connection.execute(insert(tables.metadata.tables[name]), row)
+            connection.execute(insert(tables.metadata.tables[name]), row)
 
     database = Database(parse_url(url))
     try:
@@ -284,8 +284,8 @@ async def test_a_fence_stays_while_records_belong_to_it(store_url: str) -> None:
     await insert_rows(store_url, *STORED)
     database = Database(parse_url(store_url))
 
-    async def remove(connection: AsyncConnection) -> None:
-        await connection.execute(tables.fences.delete())
+    def remove(connection: Connection) -> None:
+        connection.execute(tables.fences.delete())
 
     try:
         with pytest.raises(IntegrityError):

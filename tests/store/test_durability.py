@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from tests.store.rows import run_sql
 from tests.support.entries import make_entry
@@ -12,9 +12,9 @@ from tokencustody.errors import DurabilityError
 
 
 async def test_a_sqlite_commit_is_synced_before_it_is_acknowledged(sqlite_url: str) -> None:
-    async def settings(connection: AsyncConnection) -> tuple[str, int]:
-        journal = (await connection.exec_driver_sql("PRAGMA journal_mode")).scalar_one()
-        synchronous = (await connection.exec_driver_sql("PRAGMA synchronous")).scalar_one()
+    def settings(connection: Connection) -> tuple[str, int]:
+        journal = (connection.exec_driver_sql("PRAGMA journal_mode")).scalar_one()
+        synchronous = (connection.exec_driver_sql("PRAGMA synchronous")).scalar_one()
         return journal, synchronous
 
     async with open_store(sqlite_url) as store:
@@ -32,8 +32,8 @@ async def test_a_postgresql_that_acknowledges_before_it_syncs_is_refused(postgre
 
 
 async def test_readers_cannot_write(store_url: str) -> None:
-    async def write(connection: AsyncConnection) -> None:
-        await connection.exec_driver_sql("DELETE FROM entries")
+    def write(connection: Connection) -> None:
+        connection.exec_driver_sql("DELETE FROM entries")
 
     # Short, because a read-only server may be a standby that is about to take over, so that this is retried.
     async with open_store(store_url, deadline=1) as store:

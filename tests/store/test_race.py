@@ -16,13 +16,20 @@ from tests.store.rows import rows_of
 from tests.support.entries import make_entry
 from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenCaptureRetiredError, open_store
 from tokencustody.errors import PayloadConflictError
-from tokencustody.sql import engine, tables
+from tokencustody.sql import tables
+from tokencustody.sql.coalescing import Coalesce
 
 pytestmark = pytest.mark.race
 
 PROCESSES = 3
 TASKS = 4
 SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(params=list(Coalesce))
+def coalesce(request: pytest.FixtureRequest) -> str:
+    """Each way in which the calls of a process may share transactions."""
+    return str(request.param)
 
 
 @dataclass
@@ -70,11 +77,9 @@ async def put_another_payload(store: CaptureStore, name: str) -> Outcome:
     return Outcome(stored=[name])
 
 
-def work(connection: Connection, url: str, name: str, job: Callable[..., Any], isolation: str) -> None:
-    engine.WRITE_ISOLATION = isolation
-
+def work(connection: Connection, url: str, name: str, job: Callable[..., Any], coalesce: str) -> None:
     async def main() -> Outcome:
-        async with open_store(url, run="run-1", writer=name) as store:
+        async with open_store(url, run="run-1", writer=name, coalesce=coalesce) as store:
             await store.source.freeze("warm-up")  # connected before the race starts
             connection.send("ready")
             connection.recv()
@@ -84,12 +89,12 @@ def work(connection: Connection, url: str, name: str, job: Callable[..., Any], i
 
 
 @contextmanager
-def writers(url: str, job: Callable[..., Any], isolation: str = "SERIALIZABLE") -> Iterator[list[Connection]]:
+def writers(url: str, job: Callable[..., Any], coalesce: str) -> Iterator[list[Connection]]:
     """Start the processes, wait until all are connected, and let them go at once."""
     connections, processes = [], []
     for number in range(PROCESSES):
         here, there = SPAWN.Pipe()
-        process = SPAWN.Process(target=work, args=(there, url, f"writer-{number}", job, isolation))
+        process = SPAWN.Process(target=work, args=(there, url, f"writer-{number}", job, coalesce))
         process.start()
         connections.append(here)
         processes.append(process)
@@ -108,12 +113,11 @@ def writers(url: str, job: Callable[..., Any], isolation: str = "SERIALIZABLE") 
                 process.kill()
 
 
-@pytest.mark.parametrize("isolation", ["SERIALIZABLE", "READ COMMITTED"])
 @pytest.mark.parametrize("calls_before", [1, 40])
 async def test_what_was_acknowledged_before_a_racing_freeze_is_in_the_snapshot_and_nothing_after(
-    store: CaptureStore, store_url: str, calls_before: int, isolation: str
+    store: CaptureStore, store_url: str, calls_before: int, coalesce: str
 ) -> None:
-    with writers(store_url, write_until_refused, isolation) as connections:
+    with writers(store_url, write_until_refused, coalesce) as connections:
         while len(await rows_of(store_url, tables.entries)) < calls_before:
             pass
         snapshot = await store.source.freeze("rollout-1")
@@ -128,11 +132,10 @@ async def test_what_was_acknowledged_before_a_racing_freeze_is_in_the_snapshot_a
     assert await store.source.freeze("rollout-1") == snapshot
 
 
-@pytest.mark.parametrize("isolation", ["SERIALIZABLE", "READ COMMITTED"])
 async def test_a_racing_retirement_leaves_no_row_behind(
-    store: CaptureStore, store_url: str, isolation: str
+    store: CaptureStore, store_url: str, coalesce: str
 ) -> None:
-    with writers(store_url, write_until_refused, isolation) as connections:
+    with writers(store_url, write_until_refused, coalesce) as connections:
         while len(await rows_of(store_url, tables.entries)) < 10:
             pass
         assert await store.source.retire(["rollout-1"]) == {"removed": ["rollout-1"], "absent": []}
@@ -145,9 +148,9 @@ async def test_a_racing_retirement_leaves_no_row_behind(
 
 
 async def test_the_same_call_from_several_processes_is_stored_once_and_acknowledged_to_all(
-    store: CaptureStore, store_url: str
+    store: CaptureStore, store_url: str, coalesce: str
 ) -> None:
-    with writers(store_url, put_the_same) as connections:
+    with writers(store_url, put_the_same, coalesce) as connections:
         outcomes = [await asyncio.to_thread(connection.recv) for connection in connections]
     assert [outcome.stored for outcome in outcomes] == [["call-1"]] * PROCESSES
     snapshot = await store.source.freeze("rollout-1")
@@ -155,9 +158,9 @@ async def test_the_same_call_from_several_processes_is_stored_once_and_acknowled
 
 
 async def test_of_several_payloads_under_one_call_id_one_wins_and_each_other_is_kept_as_evidence(
-    store: CaptureStore, store_url: str
+    store: CaptureStore, store_url: str, coalesce: str
 ) -> None:
-    with writers(store_url, put_another_payload) as connections:
+    with writers(store_url, put_another_payload, coalesce) as connections:
         outcomes = [await asyncio.to_thread(connection.recv) for connection in connections]
     (winner,) = [name for outcome in outcomes for name in outcome.stored]
     snapshot = await store.source.freeze("rollout-1")

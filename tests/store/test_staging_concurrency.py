@@ -22,7 +22,7 @@ from tests.support.staged import stage
 from tokencustody import SqlStagingStore
 from tokencustody.errors import StoreClosedError
 from tokencustody.sql import tables
-from tokencustody.sql.engine import open_engines
+from tokencustody.sql.registry import open_engines
 from tokencustody.staging.records import StageResult
 
 THREADS = 16

@@ -32,8 +32,8 @@ from tokencustody.errors import (
 )
 from tokencustody.sql import faults as faults_module
 from tokencustody.sql import tables
-from tokencustody.sql.engine import open_engines
 from tokencustody.sql.faults import SQLITE_CODES, SQLSTATES, Fault, classify
+from tokencustody.sql.registry import open_engines
 from tokencustody.sql.url import parse_url
 
 Points = dict[str, Callable[[], Awaitable[None]]]
@@ -422,7 +422,7 @@ async def test_a_cancelled_put_leaves_no_transaction_open_and_no_half_row(
     calls = {entry.model_call_id for entry in (await store.source.freeze("rollout-1")).entries}
     assert {"call-1", "call-3"} <= calls <= {"call-1", "call-2", "call-3"}
     (engines,) = open_engines()
-    assert engines.writer.pool.checkedout() == engines.reader.pool.checkedout() == 0  # type: ignore[attr-defined]
+    assert engines.checked_out() == 0
 
 
 URLS = {

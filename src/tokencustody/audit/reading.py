@@ -7,8 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import RowMapping, Select, Subquery, Table, and_, case, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, RowMapping, Select, Subquery, Table, and_, case, func, select
 
 from tokencustody.audit.summaries import (
     CallSummary,
@@ -91,9 +90,9 @@ class RolloutReader(SqlStore):
         matching = _matching(wanted or RolloutFilter())
         newest = matching.order_by(fences.c.opened_at.desc(), fences.c.run, fences.c.rollout_id).limit(limit)
 
-        async def look(connection: AsyncConnection) -> RolloutPage:
-            found = await _summaries_txn(connection, newest.subquery("page"))
-            return RolloutPage(tuple(found), await _totals_txn(connection, matching.subquery("matching")))
+        def look(connection: Connection) -> RolloutPage:
+            found = _summaries_txn(connection, newest.subquery("page"))
+            return RolloutPage(tuple(found), _totals_txn(connection, matching.subquery("matching")))
 
         return await self._database.read(look)
 
@@ -106,18 +105,18 @@ class RolloutReader(SqlStore):
         check_rollout_id(rollout_id)
         named = _matching(RolloutFilter(run=run)).where(fences.c.rollout_id == rollout_id)
 
-        async def look(connection: AsyncConnection) -> RolloutDetail | list[str]:
-            found = await _summaries_txn(connection, named.subquery("page"))
+        def look(connection: Connection) -> RolloutDetail | list[str]:
+            found = _summaries_txn(connection, named.subquery("page"))
             if len(found) != 1:
                 return sorted(summary.run for summary in found)
             key = RolloutKey(found[0].run, rollout_id)
             return RolloutDetail(
                 found[0],
-                await _calls_txn(connection, key),
-                await _intents_txn(connection, key),
-                await _versions_txn(connection, key),
-                await _ledger_calls_txn(connection, key),
-                await _ledger_failures_txn(connection, key),
+                _calls_txn(connection, key),
+                _intents_txn(connection, key),
+                _versions_txn(connection, key),
+                _ledger_calls_txn(connection, key),
+                _ledger_failures_txn(connection, key),
             )
 
         detail = await self._database.read(look)
@@ -153,19 +152,19 @@ def _per_rollout(table: Table, page: Subquery, *columns: Any) -> Select[Any]:
     return select(table.c.run, table.c.rollout_id, *columns).join(page, _of(table, page))
 
 
-async def _summaries_txn(connection: AsyncConnection, page: Subquery) -> list[RolloutSummary]:
-    fence_rows = (await connection.execute(select(page))).all()
+def _summaries_txn(connection: Connection, page: Subquery) -> list[RolloutSummary]:
+    fence_rows = connection.execute(select(page)).all()
     call_columns = (func.count(), func.sum(entries.c.prompt_len), func.sum(entries.c.generation_len))
-    counted = await connection.execute(
+    counted = connection.execute(
         _per_rollout(entries, page, *call_columns).group_by(entries.c.run, entries.c.rollout_id)
     )
     # int: PostgreSQL's sum of bigint is a numeric.
     counts = {(run, rollout_id): tuple(map(int, sums)) for run, rollout_id, *sums in counted}
-    recorded = await _counts_txn(connection, page, ledger_calls)
-    failed = await _counts_txn(connection, page, ledger_failures)
-    reasons = await _recorded_reasons_txn(connection, page)
-    uncaptured = await _uncaptured_txn(connection, page)
-    endings = await _endings_txn(connection, page)
+    recorded = _counts_txn(connection, page, ledger_calls)
+    failed = _counts_txn(connection, page, ledger_failures)
+    reasons = _recorded_reasons_txn(connection, page)
+    uncaptured = _uncaptured_txn(connection, page)
+    endings = _endings_txn(connection, page)
     found = []
     for row in fence_rows:
         key = (row.run, row.rollout_id)
@@ -203,20 +202,18 @@ async def _summaries_txn(connection: AsyncConnection, page: Subquery) -> list[Ro
     return found
 
 
-async def _counts_txn(
-    connection: AsyncConnection, page: Subquery, table: Table
-) -> dict[tuple[str, str], int]:
-    rows = await connection.execute(
+def _counts_txn(connection: Connection, page: Subquery, table: Table) -> dict[tuple[str, str], int]:
+    rows = connection.execute(
         _per_rollout(table, page, func.count()).group_by(table.c.run, table.c.rollout_id)
     )
     return {(run, rollout_id): count for run, rollout_id, count in rows}
 
 
-async def _recorded_reasons_txn(
-    connection: AsyncConnection, page: Subquery
+def _recorded_reasons_txn(
+    connection: Connection, page: Subquery
 ) -> defaultdict[tuple[str, str], list[Reason]]:
     what = (failures.c.kind, failures.c.model_call_id, failures.c.differing_fields)
-    rows = await connection.execute(
+    rows = connection.execute(
         _per_rollout(failures, page, *what, func.count())
         .group_by(failures.c.run, failures.c.rollout_id, *what)
         .order_by(func.min(failures.c.version))
@@ -227,11 +224,9 @@ async def _recorded_reasons_txn(
     return found
 
 
-async def _uncaptured_txn(
-    connection: AsyncConnection, page: Subquery
-) -> defaultdict[tuple[str, str], list[str]]:
+def _uncaptured_txn(connection: Connection, page: Subquery) -> defaultdict[tuple[str, str], list[str]]:
     same_call = and_(_of(entries, page), entries.c.model_call_id == intents.c.model_call_id)
-    rows = await connection.execute(
+    rows = connection.execute(
         _per_rollout(intents, page, intents.c.model_call_id)
         .outerjoin(entries, same_call)
         .where(intents.c.refusal_code.is_(None), entries.c.model_call_id.is_(None))
@@ -243,13 +238,13 @@ async def _uncaptured_txn(
     return found
 
 
-async def _endings_txn(
-    connection: AsyncConnection, page: Subquery
+def _endings_txn(
+    connection: Connection, page: Subquery
 ) -> dict[tuple[str, str], tuple[VersionEvent, list[Reason]]]:
     """Return what the history of each retired rollout says: how it went, and why it was incomplete."""
     what = (snapshot_versions.c.event, snapshot_versions.c.model_call_id)
     telling = (VersionEvent.MARK, VersionEvent.CONFLICT, VersionEvent.DROP, VersionEvent.RETIRE)
-    rows = await connection.execute(
+    rows = connection.execute(
         _per_rollout(snapshot_versions, page, *what, func.count())
         .where(page.c.state == FenceState.RETIRED, snapshot_versions.c.event.in_(telling))
         .group_by(snapshot_versions.c.run, snapshot_versions.c.rollout_id, *what)
@@ -265,43 +260,41 @@ async def _endings_txn(
     return {key: (ending, reasons[key]) for key, ending in endings.items()}
 
 
-async def _totals_txn(connection: AsyncConnection, matching: Subquery) -> Totals:
+def _totals_txn(connection: Connection, matching: Subquery) -> Totals:
     def count_where(condition: Any) -> Any:
         return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
 
     states = [count_where(matching.c.state == state) for state in FenceState]
-    of_fences = await connection.execute(
+    of_fences = connection.execute(
         select(func.count(), *states, count_where(matching.c.incomplete)).select_from(matching)
     )
     lengths = [
         func.coalesce(func.sum(column), 0) for column in (entries.c.prompt_len, entries.c.generation_len)
     ]
-    of_calls = await connection.execute(
+    of_calls = connection.execute(
         select(func.count(), *lengths).select_from(entries).join(matching, _of(entries, matching))
     )
     of_ledger = [
         (
-            await connection.execute(
-                select(func.count()).select_from(table).join(matching, _of(table, matching))
-            )
+            connection.execute(select(func.count()).select_from(table).join(matching, _of(table, matching)))
         ).scalar_one()
         for table in (ledger_calls, ledger_failures)
     ]
     return Totals(*map(int, of_fences.one()), *map(int, of_calls.one()), *of_ledger)
 
 
-async def _calls_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[CallSummary, ...]:
+def _calls_txn(connection: Connection, key: RolloutKey) -> tuple[CallSummary, ...]:
     columns = [entries.c[name] for name in CallSummary.__dataclass_fields__]
-    rows = await connection.execute(select(*columns).where(key.of(entries)))
+    rows = connection.execute(select(*columns).where(key.of(entries)))
     # Sorted here: calls of one transaction share their time, and databases differ in how they order text.
     return tuple(
         sorted((CallSummary(*row) for row in rows), key=lambda call: (call.committed_at, call.model_call_id))
     )
 
 
-async def _intents_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[Intent, ...]:
+def _intents_txn(connection: Connection, key: RolloutKey) -> tuple[Intent, ...]:
     same_call = and_(key.of(entries), entries.c.model_call_id == intents.c.model_call_id)
-    rows = await connection.execute(
+    rows = connection.execute(
         select(
             intents.c.model_call_id,
             entries.c.model_call_id.is_not(None),
@@ -318,12 +311,12 @@ async def _intents_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[In
     )
 
 
-async def _versions_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[Version, ...]:
+def _versions_txn(connection: Connection, key: RolloutKey) -> tuple[Version, ...]:
     of_version = and_(key.of(failures), failures.c.version == snapshot_versions.c.version)
     evidence = [
         failures.c[name] for name in ("differing_fields", "first_payload_sha256", "second_payload_sha256")
     ]
-    rows = await connection.execute(
+    rows = connection.execute(
         select(*_HISTORY, failures.c.kind.label("failure_kind"), *evidence)
         .select_from(snapshot_versions)
         .outerjoin(failures, of_version)
@@ -340,17 +333,15 @@ def _version(row: RowMapping) -> Version:
     return Version(**columns)
 
 
-async def _ledger_calls_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[LedgerCall, ...]:
+def _ledger_calls_txn(connection: Connection, key: RolloutKey) -> tuple[LedgerCall, ...]:
     columns = [ledger_calls.c[name] for name in LedgerCall.__dataclass_fields__]
-    rows = await connection.execute(
-        select(*columns).where(key.of(ledger_calls)).order_by(ledger_calls.c.position)
-    )
+    rows = connection.execute(select(*columns).where(key.of(ledger_calls)).order_by(ledger_calls.c.position))
     return tuple(LedgerCall(*row) for row in rows)
 
 
-async def _ledger_failures_txn(connection: AsyncConnection, key: RolloutKey) -> tuple[LedgerFailure, ...]:
+def _ledger_failures_txn(connection: Connection, key: RolloutKey) -> tuple[LedgerFailure, ...]:
     columns = [ledger_failures.c[name] for name in LedgerFailure.__dataclass_fields__]
-    rows = await connection.execute(
+    rows = connection.execute(
         select(*columns).where(key.of(ledger_failures)).order_by(ledger_failures.c.position)
     )
     return tuple(LedgerFailure(*row) for row in rows)

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
+    Connection,
     FromClause,
     Select,
     Table,
@@ -20,17 +21,16 @@ from sqlalchemy import (
     true,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 
-def insert_if_absent(connection: AsyncConnection, table: Table) -> postgresql.Insert | sqlite.Insert:
+def insert_if_absent(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
     """Return an INSERT into `table` that does nothing when the primary key exists; its row count tells which."""
     if _is_postgresql(connection):
         return postgresql.insert(table).on_conflict_do_nothing()
     return sqlite.insert(table).on_conflict_do_nothing()
 
 
-def locking(connection: AsyncConnection, row: Select[Any], name: str, *, exclusive: bool) -> Select[Any]:
+def locking(connection: Connection, row: Select[Any], name: str, *, exclusive: bool) -> Select[Any]:
     """Return a query for the one row that `row` selects, which locks it until the transaction ends.
 
     On PostgreSQL it first takes its turn by an advisory lock on `name`: row locks have no queue, so that a share lock
@@ -47,7 +47,7 @@ def locking(connection: AsyncConnection, row: Select[Any], name: str, *, exclusi
 
 
 def looked_up(
-    connection: AsyncConnection,
+    connection: Connection,
     source: FromClause,
     table: Table,
     columns: Sequence[ColumnElement[Any]],
@@ -64,5 +64,5 @@ def looked_up(
     return select(*columns).select_from(source.join(table, matches))
 
 
-def _is_postgresql(connection: AsyncConnection) -> bool:
+def _is_postgresql(connection: Connection) -> bool:
     return connection.dialect.name == "postgresql"

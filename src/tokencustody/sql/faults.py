@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+from collections.abc import Awaitable, Callable
 from enum import Enum
 
 from sqlalchemy.exc import DBAPIError
@@ -10,6 +12,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from tokencustody.errors import StoreUnavailableError
 from tokencustody.sql.url import DatabaseUrl
+
+# Tests put faults here, by the name of the point: an awaitable function that raises, waits or kills the process.
+FAULT_POINTS: dict[str, Callable[[], Awaitable[None]]] = {}
 
 
 class Fault(Enum):
@@ -90,3 +95,15 @@ def unavailable(
     cause = wrapped.__cause__ or wrapped
     said = (str(cause).strip().splitlines() or [""])[0]
     return StoreUnavailableError(f"{url.display} is not available{after}: {type(cause).__name__}: {said}")
+
+
+async def reach(point: str) -> None:
+    """Let the fault that stands at `point`, if any, happen."""
+    if (fault := FAULT_POINTS.get(point)) is not None:
+        await fault()
+
+
+def reach_from_thread(point: str, loop: asyncio.AbstractEventLoop) -> None:
+    """Let the fault at `point` happen in `loop`, and wait for it."""
+    if point in FAULT_POINTS:
+        asyncio.run_coroutine_threadsafe(reach(point), loop).result()

@@ -24,8 +24,8 @@ from sqlalchemy.pool import NullPool
 from tokencustody.errors import SchemaMismatchError
 from tokencustody.fingerprint import FINGERPRINT_VERSION
 from tokencustody.records import DIGEST_VERSION, SCHEMA_VERSION
-from tokencustody.sql import catalogue, engine, tables
-from tokencustody.sql.codec import CODEC_VERSION
+from tokencustody.sql import catalogue, engine, postgresql, tables
+from tokencustody.sql.codec import SHARED_CODEC_VERSION
 from tokencustody.sql.faults import classify, unavailable
 from tokencustody.sql.staged_codec import STAGED_CODEC_VERSION
 from tokencustody.sql.url import DatabaseUrl, parse_url
@@ -37,21 +37,20 @@ from tokencustody.staging.digest import (
 
 if TYPE_CHECKING:
     from alembic.config import Config
-    from sqlalchemy.ext.asyncio import AsyncConnection
 
 Result = TypeVar("Result")
 Url = str | os.PathLike[str] | DatabaseUrl
 Progress = Callable[[str], None]
 
 # Every released revision, oldest first. Kept here so that opening a store does not import Alembic.
-REVISIONS = ("0001_capture", "0002_staging")
+REVISIONS = ("0001_capture", "0002_staging", "0003_prefix_sharing")
 HEAD = REVISIONS[-1]
 
 WIRE_SCHEMAS = {
     "token_entry": SCHEMA_VERSION,
     "token_digest": DIGEST_VERSION,
     "fingerprint": FINGERPRINT_VERSION,
-    "payload_codec": CODEC_VERSION,
+    "payload_codec": SHARED_CODEC_VERSION,
     "staging": STAGING_SCHEMA_VERSION,
     "staging_digest": STAGING_DIGEST_VERSION,
     "staging_extras_digest": EXTRAS_DIGEST_VERSION,
@@ -95,7 +94,8 @@ def upgrade(
 def downgrade(url: Url, revision: str, progress: Progress | None = None) -> tuple[str | None, str | None]:
     """Take a database back to `revision` and return the revisions before and after. Errors as in `upgrade`.
 
-    Rows that the older revision has no place for are lost: "base" drops every table of tokencustody.
+    Rows that the older revision has no place for are lost: "base" drops every table of tokencustody. Raises
+    SchemaMismatchError, and changes nothing, where the older revision would misread a row that stays.
     """
     from alembic import command
 
@@ -156,12 +156,12 @@ async def create_sqlite(url: DatabaseUrl) -> None:
     await asyncio.to_thread(upgrade, url)
 
 
-async def ensure_current(connection: AsyncConnection, display_url: str) -> None:
+def ensure_current(connection: Connection, display_url: str) -> None:
     """Raise SchemaMismatchError, with the command to run, unless the database fits this library.
 
     Two SELECTs inside the caller's transaction.
     """
-    stored = await connection.run_sync(_stored)
+    stored = _stored(connection)
     if problem := _revision_problem(stored, display_url):
         raise SchemaMismatchError(problem)
     for name, version in (stored.wire_schemas or {}).items():
@@ -236,7 +236,7 @@ def _on_sqlite(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes
 
 
 async def _on_postgresql(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
-    database = engine.migration_engine(url)
+    database = postgresql.migration_engine(url)
     try:
         async with database.connect() as connection:
             # A serializable snapshot would be older than the lock and show the revision of before.

@@ -1,7 +1,7 @@
 """The doors to the database. Nothing else in this library begins or commits a transaction.
 
-`read` runs on a snapshot and cannot write. `write` is for a call's own rows. `exclusive` is for what changes a
-rollout's verdict or the order of its ledger: it first locks the fence exclusively and then reads what the fence covers.
+`read` runs on a snapshot and cannot write. `write` first locks the fence of its rollout and keeps the lock until it has
+committed. `write_together` lets concurrent calls of one kind share a transaction.
 """
 
 from __future__ import annotations
@@ -9,27 +9,46 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 
 from tokencustody.errors import InvalidRecordError, StoreClosedError, StoreUnavailableError
-from tokencustody.sql import engine as engines_module
-from tokencustody.sql import migrate
-from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, EngineKey, Engines
-from tokencustody.sql.faults import Fault, classify, unavailable
+from tokencustody.sql import migrate, registry
+from tokencustody.sql.coalescing import Coalesce, Gatherer
+from tokencustody.sql.engine import (
+    DEFAULT_DEADLINE,
+    DEFAULT_POOL_SIZE,
+    EngineKey,
+    Engines,
+    Result,
+    Work,
+)
+from tokencustody.sql.faults import Fault, classify, reach, unavailable
 from tokencustody.sql.url import DatabaseUrl
 
-Result = TypeVar("Result")
-Work = Callable[[AsyncConnection], Awaitable[Result]]
-
-# Tests put faults here, by the name of the point: an awaitable function that raises, waits or kills the process.
-FAULT_POINTS: dict[str, Callable[[], Awaitable[None]]] = {}
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 _FIRST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.25
+# More transactions at once than this gain nothing and make smaller batches.
+_LANES = 3
+
+
+@dataclass(frozen=True, eq=False)
+class SharedWrite(Generic[Item, Answer]):
+    """How calls of one kind share a transaction: functions that answer items in their order.
+
+    `transaction` may run several statements. `statement`, for PostgreSQL, runs just one, which is a transaction by
+    itself and takes one round trip.
+    """
+
+    transaction: Callable[[Connection, Sequence[Item]], Sequence[Answer]]
+    statement: Callable[[Connection, Sequence[Item]], Sequence[Answer]]
 
 
 class Database:
@@ -46,34 +65,53 @@ class Database:
         *,
         deadline: float = DEFAULT_DEADLINE,
         pool_size: int = DEFAULT_POOL_SIZE,
+        coalesce: str = Coalesce.PROCESS,
         creates: bool = True,
     ) -> None:
         if type(pool_size) is not int or pool_size < 1:
             raise InvalidRecordError(f"pool_size must be an integer of at least 1, not {pool_size!r}")
         if not isinstance(deadline, int | float) or not deadline > 0:
             raise InvalidRecordError(f"deadline must be a positive number of seconds, not {deadline!r}")
+        if coalesce not in list(Coalesce):
+            raise InvalidRecordError(f"coalesce must be one of {', '.join(Coalesce)}, not {coalesce!r}")
         self.url = url
         self._creates = creates
+        self._coalesce = Coalesce(coalesce)
         self._key = EngineKey(url, pool_size, deadline)
         self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
         self._closed = False
 
     async def read(self, work: Work[Result]) -> Result:
         """Run `work` on one consistent snapshot."""
-        return await self._run(work, engines_module.READ_ISOLATION, writes=False)
+        engines = self._engines()
+        with engines.in_use():
+            return await self._retrying(engines, engines.read, work)
 
     async def write(self, work: Work[Result]) -> Result:
-        """Run `work` in a serializable transaction and return once it is durable."""
-        return await self._run(work, engines_module.WRITE_ISOLATION)
+        """Run `work`, which begins by locking a fence, in one transaction; return once it is durable."""
+        engines = self._engines()
+        with engines.in_use():
+            return await self._retrying(engines, engines.write, work)
 
-    async def exclusive(self, work: Work[Result]) -> Result:
-        """Run `work`, which begins by locking a fence exclusively, and return once it is durable.
+    async def write_together(
+        self, write: SharedWrite[Item, Answer], item: Item, *, rollout: Hashable, size: int
+    ) -> Answer:
+        """Write `item`, of `size` bytes, with what else waits to be written; return its answer once that is durable."""
+        engines = self._engines()
+        gatherer = engines.gatherers.get((write, self._coalesce))
+        if gatherer is None:
+            gatherer = engines.gatherers[write, self._coalesce] = self._gatherer(engines, write)
+        with engines.in_use():
+            answer: Answer = await gatherer.submit(item, rollout=rollout, size=size)
+            return answer
 
-        On PostgreSQL at READ COMMITTED: a serializable snapshot is taken before the lock is granted, so it would miss
-        the writer that committed while this transaction waited, or be aborted for it. With the fence locked, a
-        snapshot per statement sees every call that the fence covers, and nobody can add one.
-        """
-        return await self._run(work, "READ COMMITTED")
+    def stats(self) -> Counter[str]:
+        """Return what was counted in this process: see `CaptureStore.stats`."""
+        counted: Counter[str] = Counter()
+        for (pid, _), engines in self._held.items():
+            if pid == os.getpid():
+                counted += engines.stats
+        return counted
 
     async def close(self) -> None:
         """Release this store's engines, in whichever running loop it was used. Idempotent."""
@@ -82,7 +120,7 @@ class Database:
         for (pid, loop), engines in held.items():
             # What another process opened, or a loop that runs no more, is out of reach.
             if pid == os.getpid() and loop.is_running():
-                releasing = engines_module.release(self._key, engines)
+                releasing = registry.release(self._key, engines)
                 if loop is asyncio.get_running_loop():
                     await releasing
                 else:
@@ -92,17 +130,33 @@ class Database:
         if self._closed:
             raise StoreClosedError(f"the store on {self.url.display} is closed")
         here = (os.getpid(), asyncio.get_running_loop())
-        if here not in self._held:
+        engines = self._held.get(here)
+        if engines is None:
             self._held = {at: held for at, held in self._held.items() if not at[1].is_closed()}
-            self._held[here] = engines_module.acquire(self._key)
-        return self._held[here]
+            engines = self._held[here] = registry.acquire(self._key)
+        return engines
 
-    async def _run(self, work: Work[Result], isolation: str, *, writes: bool = True) -> Result:
-        engines = self._engines()
-        with engines.in_use():
-            return await self._retrying(engines, work, isolation, writes)
+    def _gatherer(self, engines: Engines, write: SharedWrite[Item, Answer]) -> Gatherer[Item, Answer]:
+        # A distributed database takes a transaction of plain statements on one rollout.
+        in_one_statement = not self.url.is_sqlite and self._coalesce is not Coalesce.ROLLOUT
 
-    async def _retrying(self, engines: Engines, work: Work[Result], isolation: str, writes: bool) -> Result:
+        async def run(items: Sequence[Item]) -> Sequence[Answer]:
+            engines.stats["shared_calls"] += len(items)
+            engines.stats["shared_transactions"] += 1
+            if in_one_statement:
+                return await self._retrying(
+                    engines, engines.write_statement, lambda connection: write.statement(connection, items)
+                )
+            return await self._retrying(
+                engines, engines.write, lambda connection: write.transaction(connection, items)
+            )
+
+        lanes = 1 if self.url.is_sqlite else min(_LANES, self._key.pool_size)
+        return Gatherer(run, lanes, self._coalesce)
+
+    async def _retrying(
+        self, engines: Engines, transact: Callable[[Work[Result]], Awaitable[Result]], work: Work[Result]
+    ) -> Result:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._key.deadline
         pause = _FIRST_PAUSE
@@ -111,15 +165,20 @@ class Database:
         while True:
             tries += 1
             started = False
+
+            def begin(connection: Connection) -> Result:
+                nonlocal started
+                started = True
+                return work(connection)
+
             try:
                 async with asyncio.timeout_at(give_up):
-                    await self._check_schema(engines)
-                    async with self._transaction(engines, isolation, writes) as connection:
-                        started = True
-                        result = await work(connection)
-                        await _reach("before commit")
-                    await _reach("after commit, before acknowledgement")
-                    return result
+                    if not engines.checked:
+                        await self._check_schema(engines)
+                    result = await transact(begin)
+                    await reach("after commit, before acknowledgement")
+                engines.stats["transactions"] += 1
+                return result
             except Exception as exc:
                 fault = classify(exc)
                 if fault is None:
@@ -128,22 +187,11 @@ class Database:
                 cause = cause if cause is not None and isinstance(exc, TimeoutError) else exc
                 if fault is Fault.UNAVAILABLE or loop.time() + pause >= give_up:
                     raise unavailable(self.url, cause, tries=tries, started=started) from cause
+                engines.stats["retries"] += 1
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    @asynccontextmanager
-    async def _transaction(
-        self, engines: Engines, isolation: str, writes: bool
-    ) -> AsyncIterator[AsyncConnection]:
-        async with (engines.writer if writes else engines.reader).connect() as connection:
-            if not self.url.is_sqlite:
-                await connection.execution_options(isolation_level=isolation, postgresql_readonly=not writes)
-            async with connection.begin():
-                yield connection
-
     async def _check_schema(self, engines: Engines) -> None:
-        if engines.checked:
-            return
         async with engines.checking:
             if engines.checked:
                 return
@@ -151,11 +199,5 @@ class Database:
                 if not self._creates:
                     raise StoreUnavailableError(f"{self.url.display} does not exist or has no tables")
                 await migrate.create_sqlite(self.url)
-            async with self._transaction(engines, engines_module.READ_ISOLATION, False) as connection:
-                await migrate.ensure_current(connection, self.url.display)
+            await engines.read(lambda connection: migrate.ensure_current(connection, self.url.display))
             engines.checked = True
-
-
-async def _reach(point: str) -> None:
-    if (fault := FAULT_POINTS.get(point)) is not None:
-        await fault()

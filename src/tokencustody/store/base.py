@@ -7,6 +7,7 @@ import socket
 from datetime import UTC, datetime
 from typing import Self
 
+from tokencustody.sql.coalescing import Coalesce
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
 from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import parse_url
@@ -20,6 +21,8 @@ class DatabaseClient:
     namespace of every rollout id, under the same rules as an id. `writer` signs rows instead of `host:pid`. `deadline`
     is the number of seconds after which retries end in `StoreUnavailableError`. `pool_size` is the number of
     connections (on SQLite: of readers) that the stores of one process and loop share; with many workers it multiplies.
+    `coalesce` says which concurrent calls of one process may share a transaction: those of the whole "process", those
+    of one "rollout" (for a database that is distributed by rollout), or none ("off").
     """
 
     _creates = True
@@ -32,11 +35,16 @@ class DatabaseClient:
         writer: str | None = None,
         deadline: float = DEFAULT_DEADLINE,
         pool_size: int = DEFAULT_POOL_SIZE,
+        coalesce: str = Coalesce.PROCESS,
     ) -> None:
         self.run = check_rollout_id(run, "run")
         self._writer = writer if writer is None else check_call_id(writer, "writer")
         self._database = Database(
-            parse_url(url), deadline=deadline, pool_size=pool_size, creates=self._creates
+            parse_url(url),
+            deadline=deadline,
+            pool_size=pool_size,
+            coalesce=coalesce,
+            creates=self._creates,
         )
 
     @property
@@ -44,6 +52,13 @@ class DatabaseClient:
         """The name that this store's rows carry."""
         # Not kept: a fork has another pid.
         return self._writer or f"{socket.gethostname()}:{os.getpid()}"
+
+    def stats(self) -> dict[str, int]:
+        """Return what the stores on this URL did in this process since the first of them was used: `transactions`,
+        `retries` after a fault, and `shared_calls` that were written in `shared_transactions`."""
+        names = ("transactions", "retries", "shared_calls", "shared_transactions")
+        counted = self._database.stats()
+        return {name: counted[name] for name in names}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._database.url.display!r}, run={self.run!r})"

@@ -12,8 +12,7 @@ from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, insert, select, update
 
 from tokencustody.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
 from tokencustody.sql.dialects import insert_if_absent, locking
@@ -60,25 +59,23 @@ class Fence:
     incomplete: bool
 
 
-async def find_fence_txn(connection: AsyncConnection, key: RolloutKey, *, exclusive: bool) -> Fence | None:
+def find_fence_txn(connection: Connection, key: RolloutKey, *, exclusive: bool) -> Fence | None:
     """Lock and return the fence, or return None when the rollout has none."""
     found = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(
         key.of(fences)
     )
     name = f"{key.run}/{key.rollout_id}"
-    row = (await connection.execute(locking(connection, found, name, exclusive=exclusive))).one_or_none()
+    row = connection.execute(locking(connection, found, name, exclusive=exclusive)).one_or_none()
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
 
 
-async def lock_fence_txn(
-    connection: AsyncConnection, key: RolloutKey, stamp: Stamp, *, exclusive: bool
-) -> Fence:
+def lock_fence_txn(connection: Connection, key: RolloutKey, stamp: Stamp, *, exclusive: bool) -> Fence:
     """Lock and return the fence, opened at version 0 when the rollout has none."""
     while True:
-        fence = await find_fence_txn(connection, key, exclusive=exclusive)
+        fence = find_fence_txn(connection, key, exclusive=exclusive)
         if fence is not None:
             return fence
-        opened = await connection.execute(
+        opened = connection.execute(
             insert_if_absent(connection, fences),
             {
                 **key.columns(),
@@ -90,7 +87,7 @@ async def lock_fence_txn(
         )
         if opened.rowcount:
             # An event id of its own: the event that opened the fence on the way has its row too.
-            await _add_version_txn(
+            _add_version_txn(
                 connection, key, 0, VersionEvent.OPEN, stamp.by, stamp.at, f"{stamp.event_id}-open"
             )
 
@@ -112,17 +109,17 @@ def refuse_if_retired(fence: Fence, key: RolloutKey, what: str) -> None:
         )
 
 
-async def happened_txn(connection: AsyncConnection, key: RolloutKey, stamp: Stamp) -> bool:
+def happened_txn(connection: Connection, key: RolloutKey, stamp: Stamp) -> bool:
     """Return whether an earlier try of the stamped event was committed after all."""
     versions = snapshot_versions.c
-    found = await connection.execute(
+    found = connection.execute(
         select(versions.version).where(key.of(snapshot_versions), versions.event_id == stamp.event_id)
     )
     return found.first() is not None
 
 
-async def advance_txn(
-    connection: AsyncConnection,
+def advance_txn(
+    connection: Connection,
     key: RolloutKey,
     fence: Fence,
     event: VersionEvent,
@@ -133,16 +130,16 @@ async def advance_txn(
 ) -> int:
     """Give an exclusively locked fence its next version, with `changes` to its columns. Returns that version."""
     version = fence.version + 1
-    await connection.execute(update(fences).where(key.of(fences)).values(version=version, **changes))
+    connection.execute(update(fences).where(key.of(fences)).values(version=version, **changes))
     snapshot_id = changes.get("snapshot_id", fence.snapshot_id)
-    await _add_version_txn(
+    _add_version_txn(
         connection, key, version, event, stamp.by, stamp.at, stamp.event_id, snapshot_id, model_call_id
     )
     return version
 
 
-async def fail_txn(
-    connection: AsyncConnection,
+def fail_txn(
+    connection: Connection,
     key: RolloutKey,
     fence: Fence,
     event: VersionEvent,
@@ -155,10 +152,8 @@ async def fail_txn(
     differing: str = "",
 ) -> None:
     """Mark an exclusively locked rollout incomplete, with the evidence in `failures`."""
-    version = await advance_txn(
-        connection, key, fence, event, stamp, model_call_id=model_call_id, incomplete=True
-    )
-    await connection.execute(
+    version = advance_txn(connection, key, fence, event, stamp, model_call_id=model_call_id, incomplete=True)
+    connection.execute(
         insert(failures),
         {
             **key.columns(),
@@ -174,8 +169,8 @@ async def fail_txn(
     )
 
 
-async def _add_version_txn(
-    connection: AsyncConnection,
+def _add_version_txn(
+    connection: Connection,
     key: RolloutKey,
     version: int,
     event: VersionEvent,
@@ -185,7 +180,7 @@ async def _add_version_txn(
     snapshot_id: str | None = None,
     model_call_id: str = "",
 ) -> None:
-    await connection.execute(
+    connection.execute(
         insert(snapshot_versions),
         {
             **key.columns(),

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import exists, func, insert, literal, or_, select, union_all
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, exists, func, insert, literal, or_, select, union_all
 
 from tokencustody.errors import InvalidRecordError, PayloadConflictError, RolloutRetiredError
 from tokencustody.fingerprint import conversation_digest
@@ -115,10 +114,10 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
         """Return whether the ledger has any row, committed or failed. Raises RolloutRetiredError when retired."""
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
 
-        async def look(connection: AsyncConnection) -> bool:
-            await _refuse_if_retired_txn(connection, key)
+        def look(connection: Connection) -> bool:
+            _refuse_if_retired_txn(connection, key)
             any_row = or_(exists().where(key.of(ledger_calls)), exists().where(key.of(ledger_failures)))
-            return bool(await connection.scalar(select(any_row)))
+            return bool(connection.scalar(select(any_row)))
 
         return await self._database.read(look)
 
@@ -149,35 +148,35 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
         checked = [_imported(rollout_id, number, row) for number, row in enumerate(rows)]
         stamp = Stamp.make(now(), self.written_by)
 
-        async def add_all(connection: AsyncConnection) -> None:
-            if await _lock_txn(connection, key, stamp) == _RETIRED:
+        def add_all(connection: Connection) -> None:
+            if _lock_txn(connection, key, stamp) == _RETIRED:
                 raise _retired(key)
             for table, row in checked:
-                await _add_txn(connection, key, table, row, stamp)
+                _add_txn(connection, key, table, row, stamp)
 
-        await self._database.exclusive(add_all)
+        await self._database.write(add_all)
 
     async def _add(self, key: RolloutKey, table: Any, row: dict[str, Any]) -> str:
         stamp = Stamp.make(now(), self.written_by)
 
-        async def add(connection: AsyncConnection) -> str:
-            if await _lock_txn(connection, key, stamp) == _RETIRED:
+        def add(connection: Connection) -> str:
+            if _lock_txn(connection, key, stamp) == _RETIRED:
                 return _RETIRED
-            await _add_txn(connection, key, table, row, stamp)
+            _add_txn(connection, key, table, row, stamp)
             return "stored"
 
         # Exclusive, because commit order is a position that is counted per rollout.
-        return await self._database.exclusive(add)
+        return await self._database.write(add)
 
     async def _rows(self, rollout_id: str) -> tuple[Sequence[Any], Sequence[Any]]:
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
 
-        async def read(connection: AsyncConnection) -> tuple[Sequence[Any], Sequence[Any]]:
-            await _refuse_if_retired_txn(connection, key)
-            calls = await connection.execute(
+        def read(connection: Connection) -> tuple[Sequence[Any], Sequence[Any]]:
+            _refuse_if_retired_txn(connection, key)
+            calls = connection.execute(
                 select(ledger_calls).where(key.of(ledger_calls)).order_by(ledger_calls.c.position)
             )
-            failures = await connection.execute(
+            failures = connection.execute(
                 select(ledger_failures).where(key.of(ledger_failures)).order_by(ledger_failures.c.position)
             )
             return calls.all(), failures.all()
@@ -188,21 +187,19 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
 _RETIRED = "retired"
 
 
-async def _lock_txn(connection: AsyncConnection, key: RolloutKey, stamp: Stamp) -> str:
-    fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
+def _lock_txn(connection: Connection, key: RolloutKey, stamp: Stamp) -> str:
+    fence = lock_fence_txn(connection, key, stamp, exclusive=True)
     return _RETIRED if fence.state is FenceState.RETIRED else "writable"
 
 
-async def _add_txn(
-    connection: AsyncConnection, key: RolloutKey, table: Any, row: dict[str, Any], stamp: Stamp
-) -> None:
+def _add_txn(connection: Connection, key: RolloutKey, table: Any, row: dict[str, Any], stamp: Stamp) -> None:
     """Add a row at the rollout's next position. The same row again is a no-op; other data is a conflict."""
     call = row["model_call_id"]
     identity = table.c.payload_sha256 if table is ledger_calls else table.c.reason
-    held = await connection.scalar(select(identity).where(key.of(table), table.c.model_call_id == call))
+    held = connection.scalar(select(identity).where(key.of(table), table.c.model_call_id == call))
     if held is not None and held == row[identity.name]:
         return
-    failed = table is ledger_calls and await connection.scalar(
+    failed = table is ledger_calls and connection.scalar(
         select(ledger_failures.c.reason).where(
             key.of(ledger_failures), ledger_failures.c.model_call_id == call
         )
@@ -218,9 +215,9 @@ async def _add_txn(
             for t in (ledger_calls, ledger_failures)
         )
     ).subquery()
-    last = await connection.scalar(select(func.coalesce(func.max(positions.c.position), literal(0))))
+    last = connection.scalar(select(func.coalesce(func.max(positions.c.position), literal(0))))
     signed = {"committed_at" if table is ledger_calls else "recorded_at": stamp.at, "written_by": stamp.by}
-    await connection.execute(insert(table), {**key.columns(), **row, "position": (last or 0) + 1, **signed})
+    connection.execute(insert(table), {**key.columns(), **row, "position": (last or 0) + 1, **signed})
 
 
 def _row_of_commit(commit: CaptureLedgerCommit) -> dict[str, Any]:
@@ -329,8 +326,8 @@ def _imported(rollout_id: str, number: int, row: Mapping[str, Any]) -> tuple[Any
         raise InvalidRecordError(f"rows[{number}]: {exc}") from None
 
 
-async def _refuse_if_retired_txn(connection: AsyncConnection, key: RolloutKey) -> None:
-    state = await connection.scalar(select(fences.c.state).where(key.of(fences)))
+def _refuse_if_retired_txn(connection: Connection, key: RolloutKey) -> None:
+    state = connection.scalar(select(fences.c.state).where(key.of(fences)))
     if state == FenceState.RETIRED:
         raise _retired(key)
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import and_, exists, or_, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, and_, exists, or_, select
 
 from tokencustody.errors import InvalidRecordError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
@@ -46,20 +45,20 @@ class SqlLineageResolver(SqlStore):
         if not fingerprint:
             return ROOT
 
-        async def choose(connection: AsyncConnection, candidates: Any) -> Candidate | str:
-            rows = await connection.execute(candidates)
+        def choose(connection: Connection, candidates: Any) -> Candidate | str:
+            rows = connection.execute(candidates)
             with _naming_request_items():
                 return choose_parent([Candidate(*row) for row in rows], request_items)
 
-        async def decide(connection: AsyncConnection) -> LineageResolution | list[TokenEntry]:
-            choice = await choose(connection, _candidates(key, fingerprint))
+        def decide(connection: Connection) -> LineageResolution | list[TokenEntry]:
+            choice = choose(connection, _candidates(key, fingerprint))
             if isinstance(choice, Candidate):
-                rows = (await connection.execute(_chain(connection, key, choice.model_call_id))).all()
+                rows = connection.execute(_chain(connection, key, choice.model_call_id)).all()
                 return _in_order(rows, choice.model_call_id)
             if choice == NO_MATCH:
-                choice = await choose(connection, _ledger_candidates(key, fingerprint))
+                choice = choose(connection, _ledger_candidates(key, fingerprint))
             if isinstance(choice, Candidate):
-                found = await connection.execute(_ledger_call(key, choice.model_call_id))
+                found = connection.execute(_ledger_call(key, choice.model_call_id))
                 return _resolved_to_ledger(found.one())
             return unresolved(choice)
 
@@ -134,7 +133,7 @@ def _conflicting(key: RolloutKey) -> Any:
     )
 
 
-def _chain(connection: AsyncConnection, key: RolloutKey, model_call_id: str) -> Any:
+def _chain(connection: Connection, key: RolloutKey, model_call_id: str) -> Any:
     call = entries.c
     link = (call.model_call_id, call.parent_call_id, call.prompt_is_delta)
     # UNION, not UNION ALL: rows that repeat end the recursion even if parents form a circle.

@@ -27,6 +27,10 @@ class CaptureStore:
         """The namespace of the rollout ids."""
         return self.sink.run
 
+    def stats(self) -> dict[str, int]:
+        """Return what `SqlStore.stats` counts for `sink`, `source` and `lineage`, which share one engine."""
+        return self.sink.stats()
+
     async def close(self) -> None:
         """Release resources. Idempotent; nothing is ever buffered."""
         for store in (self.sink, self.source, self.lineage):

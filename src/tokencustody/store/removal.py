@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from sqlalchemy import delete
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, delete
 
 from tokencustody.protocols import RolloutRemovalPayload
 from tokencustody.sql.tables import (
@@ -26,7 +25,7 @@ from tokencustody.store.ids import check_batch
 # What a rollout holds besides its fence and its history. Staged token data is its framework's to delete.
 _RECORDS = (entries, intents, failures, ledger_calls, ledger_failures)
 
-_Removal = Callable[[AsyncConnection, RolloutKey, Stamp], Awaitable[bool]]
+_Removal = Callable[[Connection, RolloutKey, Stamp], bool]
 
 
 class RolloutRemover(SqlStore):
@@ -39,12 +38,12 @@ class RolloutRemover(SqlStore):
         the rules. Each rollout is retired in a transaction of its own.
         """
 
-        async def retire_one(connection: AsyncConnection, key: RolloutKey, stamp: Stamp) -> bool:
-            fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
+        def retire_one(connection: Connection, key: RolloutKey, stamp: Stamp) -> bool:
+            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
             if fence.state is FenceState.RETIRED:
                 return False
-            removed = await remove_records_txn(connection, key)
-            await advance_txn(
+            removed = remove_records_txn(connection, key)
+            advance_txn(
                 connection,
                 key,
                 fence,
@@ -63,12 +62,12 @@ class RolloutRemover(SqlStore):
         Repeating it is a no-op. Checks and transactions as for `retire`.
         """
 
-        async def delete_one(connection: AsyncConnection, key: RolloutKey, _stamp: Stamp) -> bool:
-            if await find_fence_txn(connection, key, exclusive=True) is None:
+        def delete_one(connection: Connection, key: RolloutKey, _stamp: Stamp) -> bool:
+            if find_fence_txn(connection, key, exclusive=True) is None:
                 return False
-            removed = await remove_records_txn(connection, key)
+            removed = remove_records_txn(connection, key)
             for table in (snapshot_versions, fences):
-                await connection.execute(delete(table).where(key.of(table)))
+                connection.execute(delete(table).where(key.of(table)))
             return removed > 0
 
         return await self._for_each(rollout_ids, delete_one)
@@ -84,18 +83,18 @@ class RolloutRemover(SqlStore):
         stamp = Stamp.make(now(), self.written_by)
         had_records = False
 
-        async def attempt(connection: AsyncConnection) -> bool:
+        def attempt(connection: Connection) -> bool:
             nonlocal had_records
             # Or-ed: a repeat after a commit whose answer was lost finds nothing left to remove.
-            had_records = await remove(connection, key, stamp) or had_records
+            had_records = remove(connection, key, stamp) or had_records
             return had_records
 
-        return await self._database.exclusive(attempt)
+        return await self._database.write(attempt)
 
 
-async def remove_records_txn(connection: AsyncConnection, key: RolloutKey) -> int:
+def remove_records_txn(connection: Connection, key: RolloutKey) -> int:
     """Delete everything an exclusively locked rollout holds but its fence and history; return the number of rows."""
     removed = 0
     for table in _RECORDS:
-        removed += (await connection.execute(delete(table).where(key.of(table)))).rowcount
+        removed += connection.execute(delete(table).where(key.of(table))).rowcount
     return removed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import insert, literal, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, insert, literal, select, update
 
 from tokencustody.errors import PayloadConflictError
 from tokencustody.records import TokenEntry
@@ -62,27 +61,25 @@ class SqlTokenSink(SqlStore):
 
         this_call = key.of(entries) & (entries.c.model_call_id == entry.model_call_id)
 
-        async def store(connection: AsyncConnection) -> bool:
-            fence = await lock_fence_txn(connection, key, stamp, exclusive=False)
-            if fence.state is not FenceState.OPEN and await _stored_txn(
+        def store(connection: Connection) -> bool:
+            fence = lock_fence_txn(connection, key, stamp, exclusive=False)
+            if fence.state is not FenceState.OPEN and _stored_txn(
                 connection, this_call, entries.c.committed_at, stamp
             ):
                 return True
             refuse_if_frozen(fence, key, f"call {entry.model_call_id}")
-            stored = await connection.execute(insert_if_absent(connection, entries), row)
+            stored = connection.execute(insert_if_absent(connection, entries), row)
             if stored.rowcount:
                 return True
-            held: str | None = await connection.scalar(select(entries.c.payload_sha256).where(this_call))
+            held: str | None = connection.scalar(select(entries.c.payload_sha256).where(this_call))
             return held == packed.sha256
 
-        async def compare(connection: AsyncConnection) -> list[str] | None:
-            fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
-            recorded = await happened_txn(connection, key, stamp)
+        def compare(connection: Connection) -> list[str] | None:
+            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+            recorded = happened_txn(connection, key, stamp)
             if not recorded:
                 refuse_if_frozen(fence, key, f"call {entry.model_call_id}")
-            found = await connection.execute(
-                select(stored_payload, entries.c.payload_sha256).where(this_call)
-            )
+            found = connection.execute(select(stored_payload, entries.c.payload_sha256).where(this_call))
             first = found.one_or_none()
             if first is None or first.payload_sha256 == packed.sha256:
                 return None
@@ -94,7 +91,7 @@ class SqlTokenSink(SqlStore):
             )
             fields = differing_fields(held, entry)
             if fields and not recorded:
-                await fail_txn(
+                fail_txn(
                     connection,
                     key,
                     fence,
@@ -110,7 +107,7 @@ class SqlTokenSink(SqlStore):
 
         # A conflict needs the fence exclusively; upgrading the share lock would deadlock two conflicting writers.
         while not await self._database.write(store):
-            fields = await self._database.exclusive(compare)
+            fields = await self._database.write(compare)
             if fields:
                 raise PayloadConflictError(
                     f"model call {entry.model_call_id} of rollout {key.rollout_id} was stored before with other "
@@ -129,17 +126,15 @@ class SqlTokenSink(SqlStore):
         check_call_id(model_call_id)
         stamp = Stamp.make(now(), self.written_by)
 
-        async def announce(connection: AsyncConnection) -> None:
-            fence = await lock_fence_txn(connection, key, stamp, exclusive=False)
+        def announce(connection: Connection) -> None:
+            fence = lock_fence_txn(connection, key, stamp, exclusive=False)
             this_intent = key.of(intents) & (intents.c.model_call_id == model_call_id)
-            if fence.state is not FenceState.OPEN and await _stored_txn(
+            if fence.state is not FenceState.OPEN and _stored_txn(
                 connection, this_intent, intents.c.begun_at, stamp
             ):
                 return
             refuse_if_frozen(fence, key, f"the intent of call {model_call_id}")
-            await connection.execute(
-                insert_if_absent(connection, intents), _intent(key, model_call_id, stamp)
-            )
+            connection.execute(insert_if_absent(connection, intents), _intent(key, model_call_id, stamp))
 
         await self._database.write(announce)
 
@@ -155,27 +150,23 @@ class SqlTokenSink(SqlStore):
         stamp = Stamp.make(now(), self.written_by)
         this_intent = key.of(intents) & (intents.c.model_call_id == model_call_id)
 
-        async def refuse(connection: AsyncConnection) -> str:
-            fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
-            found = (
-                await connection.execute(select(intents.c.refusal_code).where(this_intent))
-            ).one_or_none()
+        def refuse(connection: Connection) -> str:
+            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+            found = connection.execute(select(intents.c.refusal_code).where(this_intent)).one_or_none()
             held: str | None = None if found is None else found.refusal_code
-            if await happened_txn(connection, key, stamp):
+            if happened_txn(connection, key, stamp):
                 return held or code
             refuse_if_frozen(fence, key, f"the refusal of call {model_call_id}")
             if found is None:
-                await connection.execute(insert(intents), _intent(key, model_call_id, stamp))
+                connection.execute(insert(intents), _intent(key, model_call_id, stamp))
             if held is None:
-                await connection.execute(
+                connection.execute(
                     update(intents).where(this_intent).values(refusal_code=code, refused_at=stamp.at)
                 )
-                await advance_txn(
-                    connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id
-                )
+                advance_txn(connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id)
                 return code
             if held != code:
-                await fail_txn(
+                fail_txn(
                     connection,
                     key,
                     fence,
@@ -187,7 +178,7 @@ class SqlTokenSink(SqlStore):
                 )
             return held
 
-        held = await self._database.exclusive(refuse)
+        held = await self._database.write(refuse)
         if held != code:
             raise PayloadConflictError(
                 f"model call {model_call_id} of rollout {rollout_id} was refused before with another code ({held}); "
@@ -205,12 +196,12 @@ class SqlTokenSink(SqlStore):
             check_call_id(model_call_id)
         stamp = Stamp.make(now(), self.written_by)
 
-        async def mark(connection: AsyncConnection) -> None:
-            fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
-            if await happened_txn(connection, key, stamp):
+        def mark(connection: Connection) -> None:
+            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+            if happened_txn(connection, key, stamp):
                 return
             refuse_if_retired(fence, key, f"the mark for call {model_call_id or '(unnamed)'}")
-            await fail_txn(
+            fail_txn(
                 connection,
                 key,
                 fence,
@@ -220,13 +211,13 @@ class SqlTokenSink(SqlStore):
                 model_call_id=model_call_id,
             )
 
-        await self._database.exclusive(mark)
+        await self._database.write(mark)
 
 
-async def _stored_txn(connection: AsyncConnection, this_call: Any, stamped_at: Any, stamp: Stamp) -> bool:
+def _stored_txn(connection: Connection, this_call: Any, stamped_at: Any, stamp: Stamp) -> bool:
     """Return whether an earlier try of this very write was committed, though its answer was lost."""
     written = this_call & (stamped_at == stamp.at) & (stamped_at.table.c.written_by == stamp.by)
-    return await connection.scalar(select(literal(1)).where(written)) is not None
+    return connection.scalar(select(literal(1)).where(written)) is not None
 
 
 def _intent(key: RolloutKey, model_call_id: str, stamp: Stamp) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import exists, literal, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, exists, literal, select
 
 from tokencustody.errors import InvalidRecordError
 from tokencustody.protocols import CallRefusal, TokenCaptureSnapshot
@@ -54,13 +53,13 @@ class SqlTokenSource(RolloutRemover):
         stamp = Stamp.make(now(), self.written_by)
         minted_id = uuid4().hex
 
-        async def raise_fence(connection: AsyncConnection) -> _Frozen:
-            fence = await lock_fence_txn(connection, key, stamp, exclusive=True)
+        def raise_fence(connection: Connection) -> _Frozen:
+            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
             refuse_if_retired(fence, key, "the freeze")
             version, snapshot_id, incomplete = fence.version, fence.snapshot_id or minted_id, fence.incomplete
             if fence.state is FenceState.OPEN:
-                incomplete = incomplete or await _has_dangling_intent_txn(connection, key)
-                version = await advance_txn(
+                incomplete = incomplete or _has_dangling_intent_txn(connection, key)
+                version = advance_txn(
                     connection,
                     key,
                     fence,
@@ -71,12 +70,12 @@ class SqlTokenSource(RolloutRemover):
                     incomplete=incomplete,
                     frozen_at=stamp.at,
                 )
-            calls = await connection.execute(
+            calls = connection.execute(
                 select(entries.c.model_call_id, stored_payload, entries.c.payload_sha256).where(
                     key.of(entries)
                 )
             )
-            refused = await connection.execute(
+            refused = connection.execute(
                 select(intents.c.model_call_id, intents.c.refusal_code)
                 .where(key.of(intents), intents.c.refusal_code.is_not(None))
                 .order_by(intents.c.model_call_id)
@@ -84,7 +83,7 @@ class SqlTokenSource(RolloutRemover):
             refusals = tuple(CallRefusal(row.model_call_id, row.refusal_code) for row in refused)
             return _Frozen(snapshot_id, version, incomplete, calls.all(), refusals)
 
-        frozen = await self._database.exclusive(raise_fence)
+        frozen = await self._database.write(raise_fence)
         return TokenCaptureSnapshot(
             rollout_id=rollout_id,
             entries=tuple(
@@ -112,8 +111,8 @@ class SqlTokenSource(RolloutRemover):
             raise InvalidRecordError(f"version must be an integer, not {type(version).__name__}")
         stamp = Stamp.make(now(), self.written_by)
 
-        async def retire_snapshot(connection: AsyncConnection) -> bool:
-            fence = await find_fence_txn(connection, key, exclusive=True)
+        def retire_snapshot(connection: Connection) -> bool:
+            fence = find_fence_txn(connection, key, exclusive=True)
             if fence is None or fence.state is FenceState.OPEN or fence.snapshot_id != snapshot_id:
                 return False
             if fence.state is FenceState.RETIRED:
@@ -121,8 +120,8 @@ class SqlTokenSource(RolloutRemover):
                 return fence.version - 1 == version
             if fence.version != version:
                 return False
-            await remove_records_txn(connection, key)
-            await advance_txn(
+            remove_records_txn(connection, key)
+            advance_txn(
                 connection,
                 key,
                 fence,
@@ -133,10 +132,10 @@ class SqlTokenSource(RolloutRemover):
             )
             return True
 
-        return await self._database.exclusive(retire_snapshot)
+        return await self._database.write(retire_snapshot)
 
 
-async def _has_dangling_intent_txn(connection: AsyncConnection, key: RolloutKey) -> bool:
+def _has_dangling_intent_txn(connection: Connection, key: RolloutKey) -> bool:
     captured = exists().where(key.of(entries), entries.c.model_call_id == intents.c.model_call_id)
     dangling = select(literal(1)).where(key.of(intents), intents.c.refusal_code.is_(None), ~captured).limit(1)
-    return (await connection.execute(dangling)).first() is not None
+    return connection.execute(dangling).first() is not None

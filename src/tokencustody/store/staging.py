@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from pydantic import BaseModel
-from sqlalchemy import ColumnElement, Select, Text, and_, column, delete, insert, select, values
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, Select, Text, and_, column, delete, insert, select, values
 
 from tokencustody.errors import (
     CorruptEntryError,
@@ -20,6 +19,7 @@ from tokencustody.errors import (
     StagedCallMissingError,
     StoreUnavailableError,
 )
+from tokencustody.sql.coalescing import Coalesce
 from tokencustody.sql.dialects import insert_if_absent
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
 from tokencustody.sql.staged_codec import (
@@ -66,8 +66,11 @@ class SqlStagingStore(DatabaseClient):
         writer: str | None = None,
         deadline: float = DEFAULT_DEADLINE,
         pool_size: int = DEFAULT_POOL_SIZE,
+        coalesce: str = Coalesce.PROCESS,
     ) -> None:
-        super().__init__(url, run=run, writer=writer, deadline=deadline, pool_size=pool_size)
+        super().__init__(
+            url, run=run, writer=writer, deadline=deadline, pool_size=pool_size, coalesce=coalesce
+        )
         self._background = BackgroundLoop(f"the store on {self._database.url.display}", self._database.close)
 
     def close(self) -> None:
@@ -129,13 +132,13 @@ class SqlStagingStore(DatabaseClient):
         """
         (parsed,) = _parsed([key]).values()
 
-        async def read(connection: AsyncConnection) -> Sequence[Any] | None:
-            if parsed is None or not await connection.scalar(
+        def read(connection: Connection) -> Sequence[Any] | None:
+            if parsed is None or not connection.scalar(
                 select(_CALL.model_call_id).where(self._of_call(staged_calls, parsed))
             ):
                 return None
             this_call = self._of_call(staged_attachments, parsed)
-            return (await connection.execute(select(staged_attachments).where(this_call))).all()
+            return connection.execute(select(staged_attachments).where(this_call)).all()
 
         rows = self._background.run(lambda: self._database.read(read))
         if rows is None:
@@ -174,14 +177,16 @@ class SqlStagingStore(DatabaseClient):
         keys = _parsed(staging_keys)
         removed: set[str] = set()
 
-        async def remove(connection: AsyncConnection) -> None:
+        def remove(connection: Connection) -> None:
             for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
-                found = (await connection.execute(self._asked_for(chunk, _IDS))).all()
+                # Locked, so that nobody compares a repeat with a call that is half gone.
+                locking = self._asked_for(chunk, _IDS).with_for_update(of=staged_calls)
+                found = connection.execute(locking).all()
                 # Added up: a repeat after a commit whose answer was lost finds nothing left to remove.
                 removed.update(staging_key(*row) for row in found)
                 for table in (staged_attachments, staged_calls):
                     for row in found:
-                        await connection.execute(delete(table).where(self._of_call(table, row)))
+                        connection.execute(delete(table).where(self._of_call(table, row)))
 
         self._background.run(lambda: self._database.write(remove))
         return [key for key in keys if key in removed]
@@ -205,8 +210,8 @@ class SqlStagingStore(DatabaseClient):
             .except_(select(ledger_calls.c.staging_key).where(ledger_calls.c.run == run))
         )
 
-        async def read(connection: AsyncConnection) -> list[str]:
-            return sorted((await connection.execute(statement)).scalars())
+        def read(connection: Connection) -> list[str]:
+            return sorted(connection.execute(statement).scalars())
 
         return self._background.run(lambda: self._database.read(read))
 
@@ -227,25 +232,27 @@ class SqlStagingStore(DatabaseClient):
             "extras": packed.extras,
         }
 
-        async def store(connection: AsyncConnection) -> list[str]:
+        def store(connection: Connection) -> list[str]:
             while True:
-                stored = await connection.execute(insert_if_absent(connection, staged_calls), row)
+                stored = connection.execute(insert_if_absent(connection, staged_calls), row)
                 if stored.rowcount:
                     if attachments:
-                        await connection.execute(
+                        connection.execute(
                             insert(staged_attachments), [identity | attachment for attachment in attachments]
                         )
                     return []
-                found = await connection.execute(
-                    select(*_METADATA, *_PAYLOAD).where(self._of_call(staged_calls, key))
+                found = connection.execute(
+                    select(*_METADATA, *_PAYLOAD)
+                    .where(self._of_call(staged_calls, key))
+                    .with_for_update(read=True)
                 )
                 # None: it was deleted between the two statements.
                 if (held := found.one_or_none()) is not None:
-                    return _differing(held, row) + await differing_attachments(connection)
+                    return _differing(held, row) + differing_attachments(connection)
 
-        async def differing_attachments(connection: AsyncConnection) -> list[str]:
+        def differing_attachments(connection: Connection) -> list[str]:
             columns = [staged_attachments.c[name] for name in IDENTITY_COLUMNS]
-            found = await connection.execute(select(*columns).where(self._of_call(staged_attachments, key)))
+            found = connection.execute(select(*columns).where(self._of_call(staged_attachments, key)))
             held = {tuple(row) for row in found}
             given = {tuple(attachment[name] for name in IDENTITY_COLUMNS) for attachment in attachments}
             return [f"attachment {name}" for name in sorted({row[0] for row in held ^ given})]
@@ -256,10 +263,10 @@ class SqlStagingStore(DatabaseClient):
         """Return the rows by key. Raises StagedCallMissingError that names every key without one."""
         keys = _parsed(staging_keys)
 
-        async def read(connection: AsyncConnection) -> dict[str, Any]:
+        def read(connection: Connection) -> dict[str, Any]:
             rows = {}
             for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
-                found = await connection.execute(self._asked_for(chunk, columns))
+                found = connection.execute(self._asked_for(chunk, columns))
                 rows.update({staging_key(row.rollout_id, row.model_call_id): row for row in found})
             return rows
 

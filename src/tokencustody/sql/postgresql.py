@@ -1,0 +1,123 @@
+"""PostgreSQL: one pool of asyncpg connections.
+
+Writes run at READ COMMITTED, where the lock of the fence, which each takes first and keeps until it commits, makes
+them serializable: whatever a write reads belongs to the rollout it has locked. SERIALIZABLE would add nothing but
+aborts: its predicate locks cover whole index pages, so that distinct rollouts collide, and its snapshot is older than
+a lock that was waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import asyncpg
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
+
+from tokencustody.errors import DurabilityError
+from tokencustody.sql.engine import DEFAULT_DEADLINE, EngineKey, Engines, Result, Work
+from tokencustody.sql.faults import reach
+from tokencustody.sql.url import DatabaseUrl
+
+
+class PostgresqlEngines(Engines):
+    """One pool for reads and writes."""
+
+    def __init__(self, key: EngineKey) -> None:
+        super().__init__()
+        self._pool = _engine(
+            key.url,
+            key.deadline,
+            command_timeout=key.deadline,
+            pool_size=key.pool_size,
+            max_overflow=0,
+            pool_timeout=key.deadline,
+        )
+
+    async def read(self, work: Work[Result]) -> Result:
+        # One snapshot is all that a reader needs, and predicate locks of readers would abort writers.
+        async with self._pool.connect() as connection:
+            await _set(connection, "REPEATABLE READ", read_only=True)
+            async with connection.begin():
+                return await connection.run_sync(work)
+
+    async def write(self, work: Work[Result]) -> Result:
+        async with self._pool.connect() as connection:
+            await _set(connection, "READ COMMITTED")
+            async with connection.begin():
+                result = await connection.run_sync(work)
+                await reach("before commit")
+            return result
+
+    async def write_statement(self, work: Work[Result]) -> Result:
+        async with self._pool.connect() as connection:
+            await _set(connection, "AUTOCOMMIT")
+            await reach("before commit")
+            return await connection.run_sync(work)
+
+    def checked_out(self) -> int:
+        checked_out: int = self._pool.pool.checkedout()  # type: ignore[attr-defined]
+        return checked_out
+
+    async def close_connections(self) -> None:
+        await self._pool.dispose()
+
+
+async def _set(connection: AsyncConnection, isolation: str, *, read_only: bool = False) -> None:
+    await connection.execution_options(isolation_level=isolation, postgresql_readonly=read_only)
+
+
+def migration_engine(url: DatabaseUrl) -> AsyncEngine:
+    """Return an engine without a pool for the migrations of a PostgreSQL database."""
+    # A migration may wait for another one, and may take its time with a large table.
+    return _engine(url, DEFAULT_DEADLINE, command_timeout=None, poolclass=NullPool)
+
+
+def _engine(
+    url: DatabaseUrl, deadline: float, *, command_timeout: float | None, **options: Any
+) -> AsyncEngine:
+    cache = {} if url.statement_cache_size is None else {"statement_cache_size": url.statement_cache_size}
+    prepared = (
+        {}
+        if url.statement_cache_size is None
+        else {"prepared_statement_cache_size": url.statement_cache_size}
+    )
+
+    connect: Callable[..., Any] = asyncpg.connect
+
+    async def connect_to_dsn() -> Any:
+        connection = await connect(
+            url.dsn,
+            timeout=min(deadline, url.connect_timeout or deadline),
+            command_timeout=command_timeout,
+            server_settings={"application_name": "tokencustody"}
+            if "application_name=" not in url.dsn
+            else None,
+            **cache,
+        )
+        try:
+            await _check_durability(connection, url)
+        except BaseException:
+            connection.terminate()
+            raise
+        return connection
+
+    return create_async_engine(
+        "postgresql+asyncpg://",
+        connect_args={"async_creator_fn": connect_to_dsn, **prepared},
+        hide_parameters=True,
+        **options,
+    )
+
+
+async def _check_durability(connection: Any, url: DatabaseUrl) -> None:
+    # For each connection, because a role or database may have been altered since the last.
+    settings = await connection.fetch(
+        "SELECT name, setting FROM pg_settings WHERE name IN ('synchronous_commit', 'fsync')"
+    )
+    for name, setting in settings:
+        if setting == "off":
+            raise DurabilityError(
+                f"{url.display} has {name}=off, so a crash loses acknowledged calls; set it to on"
+            )

@@ -1,0 +1,78 @@
+"""Engines by process and event loop: made for the first store that needs them, closed with the last."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+
+from tokencustody.sql.engine import EngineKey, Engines
+from tokencustody.sql.postgresql import PostgresqlEngines
+from tokencustody.sql.sqlite import SqliteEngines
+
+
+class _Registry:
+    """The engines of this process, by loop, because a connection belongs to the loop that opened it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.of_loop: dict[asyncio.AbstractEventLoop, dict[EngineKey, Engines]] = {}
+
+
+_registry = _Registry()
+# A child process must neither use nor close what it inherits: the sockets and file locks are the parent's.
+_inherited: list[object] = []
+
+
+def _start_anew() -> None:
+    global _registry
+    _inherited.append(_registry)
+    _registry = _Registry()
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
+def acquire(key: EngineKey) -> Engines:
+    """Return the engines of this process and loop for `key`, made now if need be. Pair with `release`."""
+    loop = asyncio.get_running_loop()
+    with _registry.lock:
+        ended = [each for each in _registry.of_loop if each.is_closed()]
+        for each in ended:
+            del _registry.of_loop[each]
+        of_loop = _registry.of_loop.setdefault(loop, {})
+        if key not in of_loop:
+            of_loop[key] = SqliteEngines(key) if key.url.is_sqlite else PostgresqlEngines(key)
+        engines = of_loop[key]
+        engines.users += 1
+    if ended:
+        # Their connections cannot be closed without their loop. Waiting for chance to collect them can exhaust a
+        # server's connections.
+        gc.collect()
+    return engines
+
+
+async def release(key: EngineKey, engines: Engines) -> None:
+    """Give engines back in the loop that acquired them; the last user closes them."""
+    loop = asyncio.get_running_loop()
+    with _registry.lock:
+        engines.users -= 1
+        if engines.users:
+            return
+        of_loop = _registry.of_loop[loop]
+        del of_loop[key]
+        if not of_loop:
+            del _registry.of_loop[loop]
+    await engines.dispose()
+
+
+def open_engines() -> list[Engines]:
+    """Return the engines of this process that are open now, in any loop that has not ended."""
+    with _registry.lock:
+        return [
+            engines
+            for loop, of_loop in _registry.of_loop.items()
+            if not loop.is_closed()
+            for engines in of_loop.values()
+        ]
