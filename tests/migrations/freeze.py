@@ -84,6 +84,26 @@ def child(call: str, parent: TokenEntry, **fields: Any) -> TokenEntry:
     )
 
 
+def whole_child(call: str, parent: TokenEntry) -> TokenEntry:
+    """Return a continuation of `parent` that holds its whole prompt."""
+    prompt = [*parent.prompt_token_ids, *parent.generation_token_ids, 70_000, 7]
+    made = TokenEntry(
+        rollout_id=parent.rollout_id,
+        model_call_id=call,
+        prompt_token_ids=prompt,
+        generation_token_ids=[8],
+        generation_log_probs=[-0.5],
+        output_items=ANSWER,
+    )
+    stamp_continuation(made, NEXT_REQUEST)
+    return stamp_lineage(
+        made,
+        parent.model_call_id,
+        parent_resolution=ParentResolutionStatus.RESOLVED,
+        cumulative=[*prompt, *made.generation_token_ids],
+    )
+
+
 def staged_calls() -> list[tuple[StagedCallRecord, dict[str, Any] | None]]:
     """Return the staged calls of the frozen database with their attachments."""
     calls: list[tuple[StagedCallRecord, dict[str, Any] | None]] = []
@@ -114,9 +134,12 @@ def staged_calls() -> list[tuple[StagedCallRecord, dict[str, Any] | None]]:
 async def write(url: str) -> dict[str, Any]:
     """Fill a database with rollouts in every state, and return what each must read as."""
     root = entry("root")
+    whole = whole_child("whole-child", root)
     open_entries = [
         root,
         child("child", root),
+        whole,
+        whole_child("whole-grandchild", whole),
         entry(
             "odd",
             prompt_token_ids=[],

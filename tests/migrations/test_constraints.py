@@ -10,6 +10,7 @@ import asyncpg
 import pytest
 from sqlalchemy import (
     CheckConstraint,
+    Connection,
     ForeignKeyConstraint,
     PrimaryKeyConstraint,
     Table,
@@ -17,7 +18,6 @@ from sqlalchemy import (
     insert,
 )
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy import Connection
 
 from tokencustody.sql import tables
 from tokencustody.sql.transactions import Database
@@ -123,6 +123,9 @@ STORED = [row for row in VALID.items() if row[0] != "wire_schema"]
 ELSEWHERE = {"rollout_id": "rollout-without-a-fence"}
 SECOND = {"model_call_id": "other", "position": 2}
 OTHER = {"model_call_id": "other"}
+# What a call that leaves out its parent's sequence, and one whose sequence is proven, have besides.
+SHARED = {"prompt_len": 3, "shared_len": 3, "parent_call_id": "call", "stored_sha256": "1" * 64}
+PROVEN = {"sequence_proven": True, "cum_len": 0, "digest": "0" * 64}
 
 # Constraint, and what turns the table's valid row into one that it must refuse.
 VIOLATIONS: list[tuple[str, str, dict[str, Any]]] = [
@@ -145,6 +148,14 @@ VIOLATIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("entries", "ck_entries_token_width", {"model_call_id": "other", "token_width": 3}),
     ("entries", "ck_entries_parent_resolution", {"model_call_id": "other", "parent_resolution": "guessed"}),
     ("entries", "ck_entries_payload_sha256", {"model_call_id": "other", "payload_sha256": "0" * 63}),
+    ("entries", "ck_entries_shared_len", OTHER | SHARED | {"shared_len": -1}),
+    ("entries", "ck_entries_shared_len_in_prompt", OTHER | SHARED | {"shared_len": 4}),
+    ("entries", "ck_entries_shared_has_parent", OTHER | SHARED | {"parent_call_id": None}),
+    ("entries", "ck_entries_shared_has_stored_sha256", OTHER | SHARED | {"stored_sha256": None}),
+    ("entries", "ck_entries_shared_has_stored_sha256", OTHER | SHARED | {"shared_len": 0}),
+    ("entries", "ck_entries_stored_sha256", OTHER | SHARED | {"stored_sha256": ""}),
+    ("entries", "ck_entries_proven_has_digest", OTHER | PROVEN | {"digest": None}),
+    ("entries", "ck_entries_proven_has_digest", OTHER | PROVEN | {"cum_len": None}),
     ("intents", "pk_intents", {}),
     ("intents", "fk_intents_fence", ELSEWHERE),
     ("intents", "ck_intents_refusal", {"model_call_id": "other", "refusal_code": "code"}),
@@ -268,6 +279,10 @@ async def test_the_named_constraint_refuses_the_row(
         assert said == sqlite_wording(tables.metadata.tables[table], constraint)
     else:
         assert said.startswith(f"{constraint} ")
+
+
+async def test_a_call_that_shares_its_prompt_and_is_proven_is_accepted(store_url: str) -> None:
+    await insert_rows(store_url, *STORED, ("entries", VALID["entries"] | OTHER | SHARED | PROVEN))
 
 
 async def test_each_required_column_refuses_null(store_url: str) -> None:

@@ -29,6 +29,8 @@ from sqlalchemy import (
     TypeDecorator,
     UniqueConstraint,
     cast,
+    false,
+    text,
 )
 
 
@@ -144,8 +146,16 @@ entries = Table(
     Column("created_at", Double),
     Column("committed_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
-    Column("payload", LargeBinary, nullable=False),
+    # The SHA-256 of the whole payload, whatever of it is stored.
     Column("payload_sha256", Text, nullable=False),
+    # How many prompt ids the payload leaves out: the whole sequence of the call `parent_call_id`, or none.
+    Column("shared_len", BigInteger, server_default=text("0"), nullable=False),
+    # The SHA-256 of the bytes in `payload` where they are not the whole payload.
+    Column("stored_sha256", Text),
+    # Whether `cum_len` and `digest` were found to be those of this call's own prompt and generated ids.
+    Column("sequence_proven", Boolean, server_default=false(), nullable=False),
+    # Last, because SQLite walks through a long value to what stands behind it.
+    Column("payload", LargeBinary, nullable=False),
     PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_entries"),
     _belongs_to_fence("entries"),
     CheckConstraint("prompt_len >= 0", name="ck_entries_prompt_len"),
@@ -157,6 +167,14 @@ entries = Table(
         "parent_resolution IN ('root', 'resolved', 'unresolved')", name="ck_entries_parent_resolution"
     ),
     CheckConstraint("length(payload_sha256) = 64", name="ck_entries_payload_sha256"),
+    CheckConstraint("shared_len >= 0", name="ck_entries_shared_len"),
+    CheckConstraint("shared_len <= prompt_len", name="ck_entries_shared_len_in_prompt"),
+    CheckConstraint("shared_len = 0 OR parent_call_id IS NOT NULL", name="ck_entries_shared_has_parent"),
+    CheckConstraint("(shared_len = 0) = (stored_sha256 IS NULL)", name="ck_entries_shared_has_stored_sha256"),
+    CheckConstraint("length(stored_sha256) = 64", name="ck_entries_stored_sha256"),
+    CheckConstraint(
+        "NOT (sequence_proven AND (cum_len IS NULL OR digest IS NULL))", name="ck_entries_proven_has_digest"
+    ),
     Index("ix_entries_continuation_fingerprint", "run", "rollout_id", "continuation_fingerprint"),
 )
 
