@@ -78,23 +78,11 @@ class PackedEntry:
 
         Raises ValueError when the prompt is shorter, and for a delta prompt, which begins in the parent.
         """
-        self._check_prefix(length)
+        self.check_prefix(length)
         return digest_of_uint64s(memoryview(self._sequence)[: 8 * length])
 
-    def without_prefix(self, length: int) -> SharedPayload:
-        """Return the form that leaves out the first `length` prompt ids, the whole sequence of the parent.
-
-        Raises ValueError when the prompt is shorter, and for a delta prompt, which begins in the parent.
-        """
-        self._check_prefix(length)
-        _, width, dialect, prompt_len, generation_len = _HEADER.unpack_from(self.payload)
-        header = _SHARED_HEADER.pack(
-            SHARED_CODEC_VERSION, width, dialect, length, prompt_len - length, generation_len
-        )
-        payload = header + self.payload[_HEADER.size + length * width :]
-        return SharedPayload(payload, hashlib.sha256(payload).hexdigest())
-
-    def _check_prefix(self, length: int) -> None:
+    def check_prefix(self, length: int) -> None:
+        """Raise ValueError when the prompt has no prefix of `length` ids."""
         if self.digest is None:
             raise ValueError("a delta prompt begins in its parent, not with a prefix of its own")
         if not 0 <= length <= self.prompt_len:
@@ -211,7 +199,7 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
             text,
         )
     )
-    encoded = b"" if entry.prompt_is_delta else _uint64s(sequence)
+    encoded = b"" if entry.prompt_is_delta else uint64s(sequence)
     return PackedEntry(
         payload,
         hashlib.sha256(payload).hexdigest(),
@@ -221,6 +209,20 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
         None if entry.prompt_is_delta else digest_of_uint64s(encoded),
         encoded,
     )
+
+
+def without_prefix(packed: PackedEntry, shared_len: int) -> SharedPayload:
+    """Return the form that leaves out the first `shared_len` prompt ids, the whole sequence of the parent.
+
+    Raises ValueError when the prompt is shorter, and for a delta prompt, which begins in the parent.
+    """
+    packed.check_prefix(shared_len)
+    _, width, dialect, prompt_len, generation_len = _HEADER.unpack_from(packed.payload)
+    header = _SHARED_HEADER.pack(
+        SHARED_CODEC_VERSION, width, dialect, shared_len, prompt_len - shared_len, generation_len
+    )
+    payload = header + packed.payload[_HEADER.size + shared_len * width :]
+    return SharedPayload(payload, hashlib.sha256(payload).hexdigest())
 
 
 def pack_ids(ids: list[int], width: int) -> array[int]:
@@ -340,7 +342,8 @@ def _narrowest(ids: list[int], entry: TokenEntry) -> array[int]:
     raise InvalidRecordError(f"{name}: every id must lie between 0 and 2^64-1")
 
 
-def _uint64s(ids: list[int]) -> bytes:
+def uint64s(ids: list[int]) -> bytes:
+    """Return what `records.encode_uint64s` does for ids that were validated before."""
     column = array("Q", ids)
     if sys.byteorder == "little":
         column.byteswap()

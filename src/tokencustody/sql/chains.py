@@ -1,0 +1,232 @@
+"""Calls read back along their parents.
+
+A prompt may be stored without its beginning (codec version 2) when that is the whole sequence of the parent call: the
+parent's full prompt and its generated ids. The whole sequence of a writer's own delta record is that of its parent,
+then its own prompt and generated ids.
+
+Rows are those of the table `entries`, with the attributes `model_call_id`, `payload`, `payload_sha256` and
+`stored_sha256`. The stored bytes are proven first, so that an error names the call whose bytes are wrong; then each
+whole payload is proven, so that no other sequence passes for the parent's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tokencustody.errors import CorruptEntryError, LineageError
+from tokencustody.records import TokenEntry, digest_of_uint64s
+from tokencustody.sql.codec import StoredCall, pack_ids, read_call, uint64s, where
+
+
+def unpack_calls(rollout_id: str, rows: Iterable[Any]) -> list[TokenEntry]:
+    """Return the entries of all calls of one rollout, in the order of their rows.
+
+    A prompt shares the integers of the one that it continues. Beside the result, no more is held than the rows stored
+    without the beginning of their prompt, and one sequence: rows that an iterator gives are let go one by one. Raises
+    CorruptEntryError naming a call that is not what was written, or the parent that is missing.
+    """
+    calls = [_Call.read(rollout_id, row) for row in rows]
+    children = _children_to_rebuild(calls)
+    for call in calls:
+        if call.is_whole and call.model_call_id in children:
+            _rebuild_below(call, children)
+    entries = [call.entry for call in calls if call.entry is not None]
+    if len(entries) < len(calls):
+        raise _unreached(rollout_id, calls)
+    return entries
+
+
+def unpack_chain(
+    rollout_id: str, rows: Iterable[Any], model_call_id: str
+) -> tuple[TokenEntry, tuple[int, ...]]:
+    """Return the entry of one call and its whole sequence, given the rows of its chain in any order.
+
+    The chain runs from a call whose whole prompt is stored down to the call that is asked for; each call after the
+    first was stored without the beginning of its prompt, or is a delta on the one before it. Raises CorruptEntryError
+    as `unpack_calls` does, LineageError for a delta without its parents or without a digest, and when the sequence
+    does not have the digest or the length that the call records.
+    """
+    chain = _chain_up(rollout_id, {row.model_call_id: row for row in rows}, model_call_id)
+    (row, call), above = chain[0], chain[:0:-1]
+    ids: list[int] = []
+    try:
+        for _, ancestor in above:
+            _check_shared_len(ancestor, ids)
+            ids += ancestor.own_prompt()
+            ids += ancestor.generation()
+        entry = _rebuilt(call, row.payload_sha256, ids, array("H"))
+    except CorruptEntryError:
+        unpack_calls(rollout_id, [row for row, _ in above])  # names an ancestor, if that is the wrong one
+        raise
+    ids += entry.prompt_token_ids[call.shared_len or 0 :]
+    ids += entry.generation_token_ids
+    _check_recorded(entry, ids)
+    return entry, tuple(ids)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call with its entry, or with what was stored until the entry is rebuilt."""
+
+    model_call_id: str
+    parent_call_id: str | None
+    is_delta: bool
+    token_width: int
+    payload_sha256: str
+    stored: StoredCall | None = None
+    entry: TokenEntry | None = None
+
+    @classmethod
+    def read(cls, rollout_id: str, row: Any) -> _Call:
+        stored = _read(rollout_id, row)
+        call = cls(
+            row.model_call_id, stored.parent_call_id, stored.is_delta, stored.token_width, row.payload_sha256
+        )
+        if stored.shared_len is None:
+            call.entry = stored.entry([])
+        else:
+            call.stored = stored
+        return call
+
+    @property
+    def is_whole(self) -> bool:
+        return self.entry is not None and not self.is_delta
+
+
+def _read(rollout_id: str, row: Any) -> StoredCall:
+    # A whole payload is proven by its own hash only, whatever the other column says.
+    is_whole = row.stored_sha256 is None
+    call = read_call(
+        row.payload,
+        row.payload_sha256 if is_whole else row.stored_sha256,
+        rollout_id=rollout_id,
+        model_call_id=row.model_call_id,
+    )
+    if is_whole != (call.shared_len is None):
+        raise CorruptEntryError(
+            f"{where(rollout_id, row.model_call_id)}: the row does not say in which form its payload is stored; "
+            "it was edited"
+        )
+    return call
+
+
+def _children_to_rebuild(calls: list[_Call]) -> dict[str, list[_Call]]:
+    """Return, by parent, the calls to be rebuilt and the deltas between them and a whole call."""
+    by_id = {call.model_call_id: call for call in calls}
+    children: dict[str, list[_Call]] = {}
+    linked = set()
+    for stored in calls:
+        if stored.entry is not None:
+            continue
+        call: _Call | None = stored
+        while call is not None and not call.is_whole and call.model_call_id not in linked:
+            linked.add(call.model_call_id)
+            parent = call.parent_call_id or ""
+            children.setdefault(parent, []).append(call)
+            call = by_id.get(parent)
+    return children
+
+
+def _rebuild_below(whole: _Call, children: dict[str, list[_Call]]) -> None:
+    # Depth first, so that a single list holds the sequence of the parent at hand: below a call it only grows.
+    ids: list[int] = []
+    pending = [(whole, 0, array("H"))]
+    while pending:
+        call, length, packed = pending.pop()
+        del ids[length:], packed[length:]
+        if call.stored is not None:
+            call.entry = _rebuilt(call.stored, call.payload_sha256, ids, packed)
+            call.stored = None
+        below = children.pop(call.model_call_id, None)
+        if below and call.entry is not None:
+            prompt = call.entry.prompt_token_ids
+            own = (prompt if call.is_delta else prompt[length:]) + call.entry.generation_token_ids
+            ids += own
+            if call.token_width > packed.itemsize:
+                packed = pack_ids(ids, call.token_width)
+            else:
+                packed.extend(pack_ids(own, packed.itemsize))
+            pending += [(child, len(ids), packed) for child in below]
+
+
+def _rebuilt(call: StoredCall, payload_sha256: str, ids: list[int], packed: array[int]) -> TokenEntry:
+    """Return the entry of a call whose parent's whole sequence is `ids`, which `packed` holds at some width."""
+    if call.shared_len is None:
+        return call.entry([])
+    _check_shared_len(call, ids)
+    try:
+        if packed.itemsize != call.token_width or len(packed) != len(ids):
+            packed = pack_ids(ids, call.token_width)
+    except OverflowError:
+        raise _not_rebuilt(call) from None
+    if call.whole_sha256(packed) != payload_sha256:
+        raise _not_rebuilt(call)
+    return call.entry(ids)
+
+
+def _check_shared_len(call: StoredCall, ids: list[int]) -> None:
+    if call.shared_len is not None and call.shared_len != len(ids):
+        raise _not_rebuilt(call)
+
+
+def _not_rebuilt(call: StoredCall) -> CorruptEntryError:
+    return CorruptEntryError(
+        f"{where(call.fields['rollout_id'], call.fields['model_call_id'])}: its prompt cannot be rebuilt, for the "
+        f"sequence of model call {call.parent_call_id} is not the one with which it began; restore both from a backup"
+    )
+
+
+def _unreached(rollout_id: str, calls: list[_Call]) -> CorruptEntryError:
+    by_id = {call.model_call_id: call for call in calls}
+    first = next(call for call in calls if call.entry is None)
+    passed: set[str] = set()
+    wanted = first.model_call_id
+    while wanted in by_id and wanted not in passed:
+        passed.add(wanted)
+        wanted = by_id[wanted].parent_call_id or ""
+    return _without_beginning(rollout_id, first.model_call_id, wanted, is_circle=wanted in passed)
+
+
+def _without_beginning(
+    rollout_id: str, model_call_id: str, parent_call_id: str, *, is_circle: bool
+) -> CorruptEntryError:
+    problem = "is its own parent, through others or directly" if is_circle else "is missing"
+    return CorruptEntryError(
+        f"{where(rollout_id, model_call_id)}: its prompt cannot be rebuilt, for model call {parent_call_id}, in which "
+        f"it began, {problem}; restore the rollout from a backup"
+    )
+
+
+def _chain_up(rollout_id: str, rows: dict[str, Any], model_call_id: str) -> list[tuple[Any, StoredCall]]:
+    """Return the rows from the call up to the first whose whole prompt is stored."""
+    chain: list[tuple[Any, StoredCall]] = []
+    passed: set[str] = set()
+    wanted = model_call_id
+    while wanted in rows and wanted not in passed:
+        passed.add(wanted)
+        call = _read(rollout_id, rows[wanted])
+        chain.append((rows[wanted], call))
+        if call.shared_len is None and not call.is_delta:
+            return chain
+        wanted = call.parent_call_id or ""
+    if not chain:
+        raise CorruptEntryError(f"{where(rollout_id, model_call_id)}: its row is missing")
+    for row, call in reversed(chain):
+        if call.shared_len is not None:
+            raise _without_beginning(rollout_id, row.model_call_id, wanted, is_circle=wanted in passed)
+    raise LineageError(f"{where(rollout_id, chain[-1][0].model_call_id)}: its parent chain is broken")
+
+
+def _check_recorded(entry: TokenEntry, ids: list[int]) -> None:
+    this_call = where(entry.rollout_id, entry.model_call_id)
+    if entry.cum_len is not None and entry.cum_len != len(ids):
+        raise LineageError(
+            f"{this_call} records a sequence of {entry.cum_len} tokens, but its chain has {len(ids)}"
+        )
+    if entry.prompt_is_delta and not entry.digest:
+        raise LineageError(f"{this_call} has a delta prompt and no digest, so its sequence cannot be proven")
+    if entry.digest and entry.digest != digest_of_uint64s(uint64s(ids)):
+        raise LineageError(f"{this_call}: its chain has another digest")
