@@ -7,6 +7,8 @@ import hashlib
 import math
 import random
 import struct
+from array import array
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -16,10 +18,10 @@ from hypothesis import strategies as st
 
 from tests.store.rows import rows_of, run_sql
 from tests.support.entries import make_entry
-from tokencustody import CaptureStore, TokenEntry, open_store
+from tokencustody import CaptureStore, TokenEntry, compute_digest, open_store
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.sql import tables
-from tokencustody.sql.codec import pack_entry, unpack_entry, validated
+from tokencustody.sql.codec import pack_entry, unpack_entry, validated, without_prefix
 
 IDS = st.integers(0, 2**64 - 1) | st.integers(0, 200_000)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -148,6 +150,84 @@ def test_ids_take_the_narrowest_width_that_fits_the_call(highest: int, width: in
     assert packed.payload[fields_at : fields_at + 1] == b"{"
 
 
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_both_forms_of_a_payload_have_the_documented_layout(width: int) -> None:
+    highest = 2 ** (8 * width) - 1
+    entry = make_entry(prompt=[1, 2, 3], generation=[highest, 5], log_probs=[-1.0, math.nan])
+    packed = pack_entry(entry)
+    ids = b"".join(token.to_bytes(width, "little") for token in (1, 2, 3, highest, 5))
+    columns = struct.pack("<2d", -1.0, math.nan)
+    counts = struct.pack("<2Q", 3, 2)
+    whole = bytes((1, width, 0, 0)) + counts + ids + columns
+    assert packed.payload.startswith(whole + b'{"schema_version":1,"rollout_id":"rollout-1",')
+    text = packed.payload[len(whole) :]
+    for shared in range(4):
+        stored = without_prefix(packed, shared)
+        counts = struct.pack("<3Q", shared, 3 - shared, 2)
+        assert stored.payload == bytes((2, width, 0, 0)) + counts + ids[shared * width :] + columns + text
+        assert stored.sha256 == hashlib.sha256(stored.payload).hexdigest()
+
+
+def test_the_payload_of_a_call_is_the_one_that_earlier_releases_stored() -> None:
+    assert (
+        pack_entry(make_entry()).sha256 == "5994d7d8798eb71bf974a4d83ccdbf7415e095408fed84a866c627f673706261"
+    )
+    assert (
+        pack_entry(awkward_entry()).sha256
+        == "c8f7f6a41a54d15003d427ea6b4f90535688fe9733b11424ad7b4ea3f2ea80ae"
+    )
+
+
+@given(prompt=st.lists(IDS, max_size=9), generation=st.lists(IDS, max_size=9))
+def test_a_packed_call_knows_its_sequence_by_length_and_digest_and_every_prefix_of_its_prompt(
+    prompt: list[int], generation: list[int]
+) -> None:
+    packed = pack_entry(make_entry(prompt=prompt, generation=generation))
+    assert (packed.prompt_len, packed.length) == (len(prompt), len(prompt + generation))
+    assert packed.digest == compute_digest(prompt + generation)
+    for length in range(len(prompt) + 1):
+        assert packed.prefix_digest(length) == compute_digest(prompt[:length])
+
+
+@pytest.mark.parametrize("length", [-1, 5])
+def test_a_prefix_ends_within_the_prompt(length: int) -> None:
+    packed = pack_entry(make_entry())
+    for ask in (packed.prefix_digest, partial(without_prefix, packed)):
+        with pytest.raises(ValueError, match=f"a prompt of 4 ids has no prefix of {length}"):
+            ask(length)
+
+
+def test_a_delta_prompt_has_neither_the_digest_of_a_sequence_nor_a_prefix() -> None:
+    packed = pack_entry(
+        make_entry(
+            parent="call-0", cumulative=[9, 10, 11, 12, 13, 30, 31, 32], prompt=[13], prompt_is_delta=True
+        )
+    )
+    assert (packed.digest, packed.length) == (None, 4)
+    for ask in (packed.prefix_digest, partial(without_prefix, packed)):
+        with pytest.raises(ValueError, match="a delta prompt begins in its parent"):
+            ask(1)
+
+
+def test_a_payload_without_its_beginning_is_not_read_as_a_whole_one() -> None:
+    stored = without_prefix(pack_entry(make_entry()), 2)
+    with pytest.raises(CorruptEntryError, match=r"call-1 of rollout rollout-1: .* lacks the beginning"):
+        unpack_entry(stored.payload, stored.sha256, rollout_id="rollout-1", model_call_id="call-1")
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_a_header_of_an_unknown_kind_is_a_corruption_error_though_the_hash_is_right(at: int) -> None:
+    payload = bytearray(pack_entry(make_entry()).payload)
+    payload[at] = 9
+    with pytest.raises(CorruptEntryError, match=r"call-1 of rollout rollout-1: .* does not decode: .*9"):
+        unpack_entry(
+            bytes(payload),
+            hashlib.sha256(payload).hexdigest(),
+            rollout_id="rollout-1",
+            model_call_id="call-1",
+        )
+
+
 async def test_the_payload_hash_can_be_checked_from_the_row_alone(
     store: CaptureStore, store_url: str
 ) -> None:
@@ -222,6 +302,9 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "call id with NUL": (broken(model_call_id="c\0"), "model_call_id"),
     "call id with a lone surrogate": (broken(model_call_id="c\ud800"), "model_call_id"),
     "id below zero": (broken(prompt_token_ids=[1, -1]), "prompt_token_ids"),
+    "generated id below zero": (broken(generation_token_ids=[1, 2, -1]), "generation_token_ids"),
+    "prompt id of 2^64": (broken(prompt_token_ids=[1, 2**64]), "prompt_token_ids"),
+    "generated id that is a boolean": (broken(generation_token_ids=[1, True, 3]), r"generation_token_ids\.1"),
     "id of 2^64": (broken(generation_token_ids=[1, 2, 2**64]), "generation_token_ids"),
     "id that is a float": (broken(prompt_token_ids=[1.0]), r"prompt_token_ids\.0"),
     "id that is a boolean": (broken(prompt_token_ids=[True]), r"prompt_token_ids\.0"),
@@ -230,6 +313,11 @@ MALFORMED: dict[str, tuple[Any, str]] = {
         broken(generation_log_probs=["1", "2", "3"]),
         r"generation_log_probs\.0",
     ),
+    "log probability that is a boolean": (
+        broken(generation_log_probs=[-1.0, True, -1.0]),
+        r"generation_log_probs\.1",
+    ),
+    "log probabilities in an array": (broken(generation_log_probs=array("d", [1, 2, 3])), "must be a list"),
     "log probability that is missing": (broken(generation_log_probs=[None] * 3), r"generation_log_probs\.0"),
     "lists of different length": (
         broken(generation_log_probs=[-1.0]),

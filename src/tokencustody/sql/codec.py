@@ -430,6 +430,8 @@ def _take_apart(payload: bytes) -> StoredCall:
         raise ValueError(f"token ids of {width} bytes")
     if dialect not in (_STRICT_JSON, _PYTHON_JSON):
         raise ValueError(f"unknown JSON dialect {dialect}")
+    if payload[3]:
+        raise ValueError(f"byte 3 of the header is {payload[3]}, not 0")
     body = payload[header.size :]
     text_at = (own_prompt_len + generation_len) * width + generation_len * 8
     if text_at > len(body):
