@@ -105,13 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for problem in machine.problems(described):
             console.print(f"[red]{problem}[/red]", highlight=False, soft_wrap=True)
         with Arena(Path(name), server, store_options) as arena:
-            _measure(Bench(arena, results, machine.ServerCpu(server)), chosen, console)
+            seconds_of = _measure(Bench(arena, results, machine.ServerCpu(server)), chosen, console)
     seconds = perf_counter() - began
     settings: dict[str, Any] = {
         "quick": options.quick,
         "coalesce": options.coalesce or "default",
         "rounds": {workload.name: workload.rounds for workload in chosen},
         "seconds": round(seconds, 1),
+        "seconds_of_workloads": seconds_of,
         "load_before": load_before,
         "load_after": os.getloadavg(),
     }
@@ -137,12 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(bench: Bench, chosen: list[Workload], console: Console) -> None:
+def _measure(bench: Bench, chosen: list[Workload], console: Console) -> dict[str, float]:
+    """Measure, and return how many seconds each workload took."""
+    seconds = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         total = sum(workload.rounds * len(workload.stores) for workload in chosen)
         task = progress.add_task("", total=total)
         for workload in chosen:
+            began = perf_counter()
             progress.update(task, description=f"{workload.name}: preparing")
             workload.prepare(bench)
             try:
@@ -153,6 +157,8 @@ def _measure(bench: Bench, chosen: list[Workload], console: Console) -> None:
                         progress.advance(task)
             finally:
                 workload.finish()
+            seconds[workload.name] = round(perf_counter() - began, 1)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.workload import Bench, Workload
 
 PROCESSES = 4
 _WRITERS = 16  # tasks of each process
-_TEMPLATES = 16  # rollouts whose tokens the others share
+_TEMPLATES = 4  # rollouts whose tokens the others share
 
 
 @dataclass(frozen=True)
@@ -118,4 +118,4 @@ async def _write_part(
         milliseconds = await write_all(rollouts, _WRITERS, capture.sink.put)
         ended, cpu = perf_counter(), process_time() - cpu
         counted = capture.counters() - before
-    return Written(began, ended, cpu, milliseconds, counted.commits, counted.retries)
+    return Written(began, ended, cpu, milliseconds, counted.transactions, counted.retries)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import cProfile
-import pstats
 import sys
 import threading
 from collections import defaultdict
@@ -81,17 +80,15 @@ def _profiling_new_threads(profiles: list[cProfile.Profile]) -> Iterator[None]:
 
 def top_functions(profiles: list[cProfile.Profile], count: int) -> list[ProfiledFunction]:
     """Return the functions that took the most CPU of their own, over all the profiles."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for profile in profiles:
-        profile.create_stats()
-        if not profile.stats:
-            continue
-        for place, (_, calls, own, total, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        # Not `create_stats`: it would end the calls that still run, by the clock of this thread instead of their own.
+        profile.snapshot_stats()
+        for place, (_, calls, own, _, _) in profile.stats.items():
             held = sums[_name(*place)]
             held[0] += calls
             held[1] += own
-            held[2] += total
-    found = [ProfiledFunction(name, int(calls), own, total) for name, (calls, own, total) in sums.items()]
+    found = [ProfiledFunction(name, int(calls), own) for name, (calls, own) in sums.items()]
     return sorted(found, key=lambda function: -function.own_seconds)[:count]
 
 

@@ -81,7 +81,7 @@ class Put(Workload):
         bench.results.add(
             self.name,
             store,
-            rows_per_commit=calls / counted.commits,
+            rows_per_commit=calls / counted.transactions,
             retries=100 * counted.retries / calls,
         )
         return counted
@@ -96,11 +96,13 @@ class Put(Workload):
 
     async def _put_bare(self, bench: Bench, store: str, place: str, bare: str, counted: Counters) -> None:
         calls = CALLS * len(self._rollouts[store])
-        watch = await write_like_ours(store, place, bare, Batches.like(calls, counted.commits, self.writers))
+        watch = await write_like_ours(
+            store, place, bare, Batches.like(calls, counted.transactions, self.writers)
+        )
         bench.results.add(
             self.name,
             BARE[store],
             put_rate=calls / watch.seconds,
-            rows_per_commit=calls / counted.commits,
+            rows_per_commit=calls / counted.transactions,
             client_cpu=1000 * watch.cpu_seconds / calls,
         )

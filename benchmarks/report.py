@@ -19,14 +19,12 @@ def print_report(console: Console, verdicts: list[Verdict], results: Results) ->
     """Print the profiles, every figure, and the targets last, where a person looks first."""
     for store, functions in results.profiles.items():
         table = Table(title=f"{store}: 64 writers' puts by function", box=SIMPLE_HEAD, title_justify="left")
-        table.add_column("own [ms]", justify="right", no_wrap=True)
-        table.add_column("with callees [ms]", justify="right", no_wrap=True)
+        table.add_column("own CPU [ms]", justify="right", no_wrap=True)
         table.add_column("calls", justify="right", no_wrap=True)
         table.add_column("function", overflow="fold")
         for each in functions:
             table.add_row(
                 f"{1000 * each.own_seconds:.0f}",
-                f"{1000 * each.total_seconds:.0f}",
                 f"{each.calls:,}",
                 each.function,
             )
@@ -65,12 +63,17 @@ def targets_table(verdicts: list[Verdict], results: Results) -> Table:
 
 def _parts(target: Target, results: Results) -> list[str]:
     """Return a line for each figure, with the stores that have it."""
-    lines: dict[str, list[str]] = {}
-    for figure in target.parts():
-        if figure in results.figures:
-            store = figure.store if figure.workload == target.over.workload else figure.workload
-            lines.setdefault(figure.name, []).append(f"{store} {shown(Spread.of(results.figures[figure]))}")
-    return [_escaped(f"{name}: {', '.join(values)}") for name, values in lines.items()]
+    figures = [figure for figure in target.parts() if figure in results.figures]
+    lines = []
+    for name in dict.fromkeys(figure.name for figure in figures):
+        same = [figure for figure in figures if figure.name == name]
+        of_one_store = len({figure.store for figure in same}) < len(same)
+        values = [
+            f"{each.workload if of_one_store else each.store} {shown(Spread.of(results.figures[each]))}"
+            for each in same
+        ]
+        lines.append(_escaped(f"{name}: {', '.join(values)}"))
+    return lines
 
 
 def figures_table(results: Results) -> Table:

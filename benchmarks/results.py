@@ -62,12 +62,11 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledFunction:
-    """One line of a profile; times are seconds of CPU in all threads."""
+    """One line of a profile: the CPU seconds of the function's own, without what it called, in all threads."""
 
     function: str
     calls: int
     own_seconds: float
-    total_seconds: float
 
 
 FIGURES = {
@@ -78,8 +77,8 @@ FIGURES = {
     "put_p99": "put, p99 [ms]",
     "rows_per_commit": "calls per commit",
     "retries": "retries [% of calls]",
-    "client_cpu": "CPU per put [ms]",
-    "server_cpu": "server's CPU per put [ms]",
+    "client_cpu": "CPU per call [ms]",
+    "server_cpu": "server's CPU per call [ms]",
     "freeze_rate": "freezes [1/s]",
     "put_early": "put, first 20 calls [ms]",
     "put_late": "put, last 20 calls [ms]",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from typing import Any
 from uuid import uuid4
 
 import nemo_gym.token_id_capture as gym
-from sqlalchemy import Engine, event
 
 from tests.support import databases
 from tests.support.postgres import Server, fetch
@@ -31,20 +29,15 @@ RUN = "bench"
 WARM_UP = "warm-up"
 
 
-_commits: Counter[str] = Counter()
-event.listen(Engine, "commit", lambda _connection: _commits.update(["all"]))
-
-
 @dataclass(frozen=True)
 class Counters:
-    """What a store counted since it was opened."""
+    """What a store of ours counted in this process."""
 
-    calls: int
-    commits: int
-    retries: int
+    transactions: int = 0
+    retries: int = 0
 
     def __sub__(self, other: Counters) -> Counters:
-        return Counters(self.calls - other.calls, self.commits - other.commits, self.retries - other.retries)
+        return Counters(self.transactions - other.transactions, self.retries - other.retries)
 
 
 @dataclass(frozen=True)
@@ -58,10 +51,10 @@ class Capture:
 
     def counters(self) -> Counters:
         """Return what the store has counted; nothing for Gym's."""
-        if not hasattr(self.store, "stats"):
-            return Counters(0, _commits["all"], 0)
-        stats: Mapping[str, int] = self.store.stats()
-        return Counters(stats.get("puts", 0), stats.get("commits", 0), stats.get("retries", 0))
+        if self.store is None:
+            return Counters()
+        stats = self.store.stats()
+        return Counters(stats["transactions"], stats["retries"])
 
 
 @dataclass
