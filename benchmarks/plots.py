@@ -12,11 +12,13 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.results import FIGURES, Figure, Results, Spread
-from benchmarks.stores import GYM, POSTGRESQL, SQLITE, STORES
+from benchmarks.stores import BARE, GYM, POSTGRESQL, SQLITE, STORES
 
 _COLOURS = {GYM: "#888888", SQLITE: "#1f77b4", POSTGRESQL: "#d9642c"}
+_COLOURS |= {driver: _COLOURS[store] for store, driver in BARE.items()}
 
 
 def draw(folder: Path, results: Results, subtitle: str) -> list[Path]:
@@ -47,7 +49,7 @@ Line = tuple[Sequence[float], Sequence[Spread]]
 def _lines_over(results: Results, prefix: str, key: str) -> dict[str, Line]:
     """Return the line of each store over the number that ends the names of the workloads with this prefix."""
     lines: dict[str, Line] = {}
-    for store in STORES:
+    for store in (*STORES, *BARE.values()):
         points = {
             int(number): Spread.of(results.figures[figure])
             for workload in results.workloads()
@@ -83,7 +85,9 @@ def _picture(path: Path, axis: str, panels: list[tuple[str, str, dict[str, Line]
         axes.set_yscale("log")
         axes.set_xlabel(axis)
         axes.set_ylabel(label)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(_plain)
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(visible=True, which="major", alpha=0.3)
     if axis == "writers":
         for axes in all_axes:
@@ -97,7 +101,7 @@ def _picture(path: Path, axis: str, panels: list[tuple[str, str, dict[str, Line]
         for axes in all_axes
         for handle, store in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    all_axes[0].legend(handles.values(), handles.keys(), frameon=False)
+    all_axes[0].legend(handles.values(), handles.keys(), frameon=False, fontsize=8)
     figure.suptitle(subtitle, fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -119,7 +123,14 @@ def _draw_line(axes: Any, store: str, positions: Sequence[float], spreads: Seque
     else:
         # One call's time is noise; the median of it and its neighbours shows the course.
         middles = [median(middles[max(at - 4, 0) : at + 5]) for at in range(len(middles))]
-    axes.plot(positions, middles, marker="o" if few else None, color=_COLOURS[store], label=store)
+    axes.plot(
+        positions,
+        middles,
+        marker="o" if few else None,
+        linestyle=":" if store in BARE.values() else "-",
+        color=_COLOURS[store],
+        label=f"{store} alone" if store in BARE.values() else store,
+    )
 
 
 def _plain(value: float, _position: int | None = None) -> str:

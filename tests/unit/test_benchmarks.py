@@ -1,0 +1,198 @@
+"""The parts of the benchmark that measure nothing. No test asserts a time."""
+
+from __future__ import annotations
+
+import io
+from itertools import chain
+
+import pytest
+from rich.console import Console
+
+from benchmarks.__main__ import main, workloads
+from benchmarks.bare import Batches
+from benchmarks.calls import growing_rollout, independent_rollouts, ledger_line, rollout_name, staged_rollout
+from benchmarks.report import as_json, figures_table, targets_table
+from benchmarks.results import FIGURES, Figure, Results, Spread, in_turn, percentile, ratios, shares
+from benchmarks.stores import GYM, POSTGRESQL, SQLITE, STORES
+from benchmarks.targets import TARGETS, Target, judge
+from tokencustody.lineage import RolloutLineage
+
+RATE = FIGURES["put_rate"]
+
+
+def put_target(bound: float, *, at_most: bool = False) -> Target:
+    return Target(
+        "SQLite over Gym", Figure("put-1", SQLITE, RATE), Figure("put-1", GYM, RATE), bound, at_most=at_most
+    )
+
+
+def measured(ours: list[float], gyms: list[float]) -> Results:
+    results = Results()
+    for mine, other in zip(ours, gyms, strict=True):
+        results.add("put-1", SQLITE, put_rate=mine)
+        results.add("put-1", GYM, put_rate=other)
+    return results
+
+
+def everything() -> Results:
+    results = Results()
+    for target in TARGETS:
+        for figure in target.parts():
+            results.figures.setdefault(figure, [1.0, 2.0])
+    return results
+
+
+@pytest.mark.parametrize(
+    ("part", "value"), [(0.0, 1), (0.01, 1), (0.5, 50), (0.99, 99), (0.991, 100), (1.0, 100)]
+)
+def test_a_percentile_is_the_least_value_that_so_many_do_not_exceed(part: float, value: int) -> None:
+    assert percentile(range(100, 0, -1), part) == value
+
+
+def test_a_percentile_of_one_value_is_that_value() -> None:
+    assert percentile([7.0], 0.99) == 7.0
+
+
+def test_a_ratio_compares_neighbours_of_one_round() -> None:
+    assert ratios([10, 40], [5, 10]) == [2, 4]
+    with pytest.raises(ValueError, match="zip"):
+        ratios([10, 40], [5])
+
+
+def test_each_round_begins_with_another_store_and_has_all_of_them() -> None:
+    rounds = [in_turn(STORES, turn) for turn in range(6)]
+    assert [order[0] for order in rounds] == [*STORES, *STORES]
+    assert all(sorted(order) == sorted(STORES) for order in rounds)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(10, 3), (10, 10), (10, 1), (7, 4)])
+def test_the_bare_driver_commits_as_often_as_the_store_with_every_row_once(count: int, parts: int) -> None:
+    rows = list(range(count))
+    pieces = [rows[piece] for piece in shares(count, parts)]
+    assert list(chain.from_iterable(pieces)) == rows
+    assert len(pieces) == parts
+    assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("calls", "commits", "writers", "connections"),
+    [(100, 100, 1, 1), (640, 640, 64, 4), (640, 20, 64, 2), (640, 10, 64, 1), (640, 5, 64, 1)],
+)
+def test_the_bare_driver_has_as_many_connections_as_waiting_writers_fill(
+    calls: int, commits: int, writers: int, connections: int
+) -> None:
+    assert Batches.like(calls, commits, writers) == Batches(commits, connections)
+
+
+@pytest.mark.parametrize(
+    ("bound", "at_most", "verdict"),
+    [(2.0, False, "met"), (2.1, False, "missed"), (2.0, True, "met"), (1.9, True, "missed")],
+)
+def test_a_target_is_judged_by_the_median_of_the_ratios_within_rounds(
+    bound: float, at_most: bool, verdict: str
+) -> None:
+    # The ratio of the medians would be 1.
+    results = measured([10, 30, 20], [20, 15, 10])
+    judged = judge(put_target(bound, at_most=at_most), results)
+    assert judged.spread == Spread(2.0, 0.5, 2.0)
+    assert judged.text == verdict
+
+
+def test_a_share_of_calls_is_judged_as_it_is() -> None:
+    target = next(target for target in TARGETS if target.under is None)
+    for percent, verdict in ((0.99, "met"), (1.01, "missed")):
+        results = Results()
+        results.add(target.over.workload, target.over.store, retries=percent)
+        judged = judge(target, results)
+        assert judged.text == verdict
+        assert judged.spread is not None
+        assert target.describe(judged.spread.median) == f"{percent:.2f}%"
+
+
+def test_a_target_whose_workload_was_left_out_has_no_verdict() -> None:
+    results = Results()
+    results.add("put-1", SQLITE, put_rate=1)
+    assert judge(put_target(1.0), results).text == "not measured"
+    assert judge(put_target(1.0), Results()).text == "not measured"
+
+
+def test_every_target_is_of_a_figure_that_some_workload_measures() -> None:
+    names = {
+        name for quick in (True, False) for name in {workload.name for workload in workloads(quick=quick)}
+    }
+    for target in TARGETS:
+        for figure in target.parts():
+            assert figure.workload.partition(",")[0] in names
+            assert figure.name in FIGURES.values()
+
+
+def test_a_quick_run_measures_what_every_target_needs() -> None:
+    quick = {workload.name for workload in workloads(quick=True)}
+    assert {figure.workload.partition(",")[0] for target in TARGETS for figure in target.parts()} <= quick
+
+
+def test_the_table_has_every_target_with_its_parts_and_verdict() -> None:
+    results = everything()
+    console = Console(width=200, record=True, file=io.StringIO())
+    verdicts = [judge(target, results) for target in TARGETS]
+    console.print(targets_table(verdicts, results))
+    console.print(figures_table(results))
+    text = console.export_text()
+    for verdict in verdicts:
+        assert verdict.target.name in text
+        assert verdict.target.demand in text
+        assert verdict.text in ("met", "missed")
+    assert "puts [1/s]: SQLite 1.5 (1..2), Gym files 1.5 (1..2)" in text
+
+
+def test_the_json_has_the_value_of_each_round() -> None:
+    results = measured([10, 30], [20, 15])
+    report = as_json({"cpus": 2}, {"quick": True}, [judge(put_target(3.0), results)], results)
+    assert report["quick"] is True
+    assert report["targets"][0]["verdict"] == "missed"
+    assert report["targets"][0]["measured"] == {"median": 1.25, "low": 0.5, "high": 2.0}
+    assert [part["rounds"] for part in report["targets"][0]["parts"]] == [[10, 30], [20, 15]]
+    assert [figure["rounds"] for figure in report["figures"]] == [[10, 30], [20, 15]]
+
+
+def test_an_unknown_workload_is_refused_with_the_names_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "nothing"])
+    assert "put-64" in capsys.readouterr().err
+
+
+def test_every_call_of_a_growing_rollout_resolves_to_the_one_before() -> None:
+    rollout = growing_rollout(5)
+    lineage = RolloutLineage()
+    for entry, request in zip(rollout.entries, rollout.requests[:-1], strict=True):
+        match = lineage.resolve(request).match
+        assert (match and match.model_call_id) == entry.parent_call_id
+        lineage.add_entry(entry)
+    match = lineage.resolve(rollout.requests[-1]).match
+    assert match is not None
+    last = rollout.entries[-1]
+    assert list(match.cumulative_token_ids) == last.prompt_token_ids + last.generation_token_ids
+
+
+def test_rollouts_have_names_of_their_own() -> None:
+    assert len({rollout_name(number) for number in range(10_000)}) == 10_000
+    rollouts = independent_rollouts(3, prompt=4, generated=2)
+    assert len({(call.rollout_id, call.model_call_id) for calls in rollouts for call in calls}) == 30
+
+
+def test_staged_and_ledger_calls_go_on_from_the_one_before() -> None:
+    staged = staged_rollout("rollout", added=2, sampled=3)
+    assert [record.parent_call_id for record in staged[1:]] == [
+        record.model_call_id for record in staged[:-1]
+    ]
+    commits = list(ledger_line(3))
+    assert [len(commit.staging_chain) for commit in commits] == [1, 2, 3]
+
+
+def test_a_database_is_never_its_own_reference() -> None:
+    for target in TARGETS:
+        assert target.over != target.under
+        if "over Gym's files" in target.name:
+            assert target.under is not None
+            assert target.over.store in (SQLITE, POSTGRESQL)
+            assert target.under.store == GYM
