@@ -13,10 +13,7 @@ from benchmarks.workload import Bench, Workload
 
 
 class Memory(Workload):
-    """The peak while 64 writers put calls of 2,500 tokens, and while one puts a growing rollout of `calls` calls.
-
-    Of the process alone: a PostgreSQL server takes its own.
-    """
+    """The peak while 64 writers put calls of 2,500 tokens, and while one puts a growing rollout of `calls` calls."""
 
     name = "memory"
     stores = STORES
@@ -24,6 +21,12 @@ class Memory(Workload):
 
     def __init__(self, *, calls: int) -> None:
         self._calls = calls
+
+    def prepare(self, bench: Bench) -> None:
+        bench.results.note(
+            "peak memory: by how much the resident memory of the client's process rises, over the calls it holds; a "
+            "PostgreSQL server takes its own"
+        )
 
     def measure(self, bench: Bench, store: str, turn: int) -> None:
         shapes = {"memory, 64 writers": (64, 0), f"memory, {self._calls}-call rollout": (1, self._calls)}

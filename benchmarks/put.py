@@ -40,6 +40,10 @@ class Put(Workload):
         self._rollouts: dict[str, list[list[Any]]] = {}
 
     def prepare(self, bench: Bench) -> None:
+        bench.results.note(
+            "bare drivers: they insert the rows that our store wrote in the same round, packed before, with its number "
+            "of commits, on tables with the same constraints and indexes whose fences already stand"
+        )
         rollouts = independent_rollouts(*self._make)
         in_gyms_type = [[native(GYM, entry) for entry in calls] for calls in rollouts]
         self._rollouts = {store: in_gyms_type if store == GYM else rollouts for store in STORES}

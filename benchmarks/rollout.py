@@ -39,6 +39,10 @@ class Rollout(Workload):
         self._in_gyms_type: list[Any] = []
 
     def prepare(self, bench: Bench) -> None:
+        bench.results.note(
+            "on disk: the sizes of Gym's files, of SQLite's file after a checkpoint, and of PostgreSQL's tables with "
+            "their indexes and out-of-line values, each without what an empty one takes"
+        )
         self._rollout = growing_rollout(self.calls)
         self._in_gyms_type = [native(GYM, entry) for entry in self._rollout.entries]
 

@@ -151,7 +151,7 @@ def bytes_on_disk(store: str, place: str) -> int:
         sizes = f"SELECT sum(pg_total_relation_size(to_regclass(name))) FROM unnest(ARRAY[{names}]) AS name"
         return int(fetch(place, sizes)[0][0])
     path = sqlite_path(place)
-    _on_sqlite(path, "PRAGMA wal_checkpoint(TRUNCATE)")
+    _on_sqlite(path, "PRAGMA wal_checkpoint(TRUNCATE)")  # nothing is left in the log
     return path.stat().st_size
 
 
