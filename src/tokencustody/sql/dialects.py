@@ -25,7 +25,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 def insert_if_absent(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
     """Return an INSERT into `table` that does nothing when the primary key exists; its row count tells which."""
-    if _is_postgresql(connection):
+    if is_postgresql(connection):
         return postgresql.insert(table).on_conflict_do_nothing()
     return sqlite.insert(table).on_conflict_do_nothing()
 
@@ -36,14 +36,19 @@ def locking(connection: Connection, row: Select[Any], name: str, *, exclusive: b
     On PostgreSQL it first takes its turn by an advisory lock on `name`: row locks have no queue, so that a share lock
     would overtake the freeze that waits for those before it. SQLite has one writer at a time anyway.
     """
-    if not _is_postgresql(connection):
+    if not is_postgresql(connection):
         return row
     lock = func.pg_advisory_xact_lock if exclusive else func.pg_advisory_xact_lock_shared
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
-    turn = select(cast(lock(bindparam(None, number, BigInteger)), Text).label("taken")).subquery("turn")
+    number = bindparam(None, lock_number(name), BigInteger)
+    turn = select(cast(lock(number), Text).label("taken")).subquery("turn")
     # Reading from `turn` makes the row wait for it.
     locked = row.where(turn.c.taken.is_not(None)).with_for_update(read=not exclusive).lateral("locked")
     return select(*locked.c).select_from(turn.join(locked, true()))
+
+
+def lock_number(name: str) -> int:
+    """Return the number by which PostgreSQL knows the advisory lock on `name`."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
 
 
 def looked_up(
@@ -58,11 +63,12 @@ def looked_up(
     On PostgreSQL each is looked up by itself: without statistics its planner would rather read the whole rollout again
     for each.
     """
-    if _is_postgresql(connection):
+    if is_postgresql(connection):
         row = select(*columns).where(matches).limit(1).lateral()
         return select(*row.c).select_from(source.join(row, true()))
     return select(*columns).select_from(source.join(table, matches))
 
 
-def _is_postgresql(connection: Connection) -> bool:
+def is_postgresql(connection: Connection) -> bool:
+    """Return whether the connection is one to PostgreSQL; it is one to SQLite otherwise."""
     return connection.dialect.name == "postgresql"

@@ -30,6 +30,11 @@ class RolloutKey:
         """Return the key as column values."""
         return {"run": self.run, "rollout_id": self.rollout_id}
 
+    @property
+    def lock_name(self) -> str:
+        """The name of the rollout's advisory lock."""
+        return f"{self.run}/{self.rollout_id}"
+
     def of(self, table: Any) -> Any:
         """Return the condition that a row of `table` belongs to this rollout."""
         return (table.c.run == self.run) & (table.c.rollout_id == self.rollout_id)
@@ -42,6 +47,11 @@ class Stamp:
     at: datetime
     by: str
     event_id: str
+
+    @property
+    def opening_id(self) -> str:
+        """The event id of a fence that opens on the way to the event, which has its row too."""
+        return f"{self.event_id}-open"
 
     @classmethod
     def make(cls, at: datetime, by: str) -> Stamp:
@@ -64,8 +74,7 @@ def find_fence_txn(connection: Connection, key: RolloutKey, *, exclusive: bool) 
     found = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(
         key.of(fences)
     )
-    name = f"{key.run}/{key.rollout_id}"
-    row = connection.execute(locking(connection, found, name, exclusive=exclusive)).one_or_none()
+    row = connection.execute(locking(connection, found, key.lock_name, exclusive=exclusive)).one_or_none()
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
 
 
@@ -86,10 +95,7 @@ def lock_fence_txn(connection: Connection, key: RolloutKey, stamp: Stamp, *, exc
             },
         )
         if opened.rowcount:
-            # An event id of its own: the event that opened the fence on the way has its row too.
-            _add_version_txn(
-                connection, key, 0, VersionEvent.OPEN, stamp.by, stamp.at, f"{stamp.event_id}-open"
-            )
+            _add_version_txn(connection, key, 0, VersionEvent.OPEN, stamp.by, stamp.at, stamp.opening_id)
 
 
 def refuse_if_frozen(fence: Fence, key: RolloutKey, what: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, and_, exists, or_, select
+from sqlalchemy import Connection, and_, or_, select
 
 from tokencustody.errors import InvalidRecordError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
@@ -16,10 +16,11 @@ from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus, TokenEntry
 from tokencustody.sql.codec import unpack_entry
 from tokencustody.sql.dialects import looked_up
-from tokencustody.sql.tables import FailureKind, entries, failures, ledger_calls, stored_payload
+from tokencustody.sql.tables import entries, ledger_calls, stored_payload
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey
 from tokencustody.store.ids import check_rollout_id
+from tokencustody.store.inserting import is_conflicting
 
 
 class SqlLineageResolver(SqlStore):
@@ -88,7 +89,7 @@ def _candidates(key: RolloutKey, fingerprint: str) -> Any:
         key.of(entries),
         call.continuation_fingerprint == fingerprint,
         or_(call.fingerprint_version == FINGERPRINT_VERSION, call.fingerprint_version.is_(None)),
-        ~_conflicting(key),
+        ~is_conflicting(key),
     )
 
 
@@ -125,14 +126,6 @@ def _resolved_to_ledger(row: Any) -> LineageResolution:
     return LineageResolution(ParentResolutionStatus.RESOLVED, match)
 
 
-def _conflicting(key: RolloutKey) -> Any:
-    return exists().where(
-        key.of(failures),
-        failures.c.kind == FailureKind.CONFLICT,
-        failures.c.model_call_id == entries.c.model_call_id,
-    )
-
-
 def _chain(connection: Connection, key: RolloutKey, model_call_id: str) -> Any:
     call = entries.c
     link = (call.model_call_id, call.parent_call_id, call.prompt_is_delta)
@@ -140,7 +133,7 @@ def _chain(connection: Connection, key: RolloutKey, model_call_id: str) -> Any:
     chain = (
         select(*link).where(key.of(entries), call.model_call_id == model_call_id).cte("chain", recursive=True)
     )
-    is_parent = and_(key.of(entries), call.model_call_id == chain.c.parent_call_id, ~_conflicting(key))
+    is_parent = and_(key.of(entries), call.model_call_id == chain.c.parent_call_id, ~is_conflicting(key))
     chain = chain.union(looked_up(connection, chain, entries, link, is_parent).where(chain.c.prompt_is_delta))
     payload = (call.rollout_id, call.model_call_id, stored_payload, call.payload_sha256)
     return looked_up(

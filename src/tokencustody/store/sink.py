@@ -30,8 +30,14 @@ from tokencustody.store.fence import (
     refuse_if_retired,
 )
 from tokencustody.store.ids import check_call_id, check_rollout_id
+from tokencustody.store.inserting import CallInsert, NewCall
 
 _LONGEST_AUDIT_TEXT = 512
+# About what an intent takes on its way.
+_INTENT_SIZE = 1024
+
+_ENTRIES = CallInsert(entries, "committed_at", "payload_sha256")
+_INTENTS = CallInsert(intents, "begun_at")
 
 
 class SqlTokenSink(SqlStore):
@@ -105,6 +111,9 @@ class SqlTokenSink(SqlStore):
                 )
             return fields
 
+        call = NewCall(row, stamp)
+        if await self._database.write_together(_ENTRIES.shared, call, rollout=key, size=len(packed.payload)):
+            return
         # A conflict needs the fence exclusively; upgrading the share lock would deadlock two conflicting writers.
         while not await self._database.write(store):
             fields = await self._database.write(compare)
@@ -136,7 +145,9 @@ class SqlTokenSink(SqlStore):
             refuse_if_frozen(fence, key, f"the intent of call {model_call_id}")
             connection.execute(insert_if_absent(connection, intents), _intent(key, model_call_id, stamp))
 
-        await self._database.write(announce)
+        call = NewCall(_intent(key, model_call_id, stamp), stamp)
+        if not await self._database.write_together(_INTENTS.shared, call, rollout=key, size=_INTENT_SIZE):
+            await self._database.write(announce)
 
     async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
         """Record that the engine refused a call, so that its intent does not dangle. `code` is the engine's own.
@@ -224,7 +235,9 @@ def _intent(key: RolloutKey, model_call_id: str, stamp: Stamp) -> dict[str, Any]
     return {
         **key.columns(),
         "model_call_id": model_call_id,
+        "refusal_code": None,
         "begun_at": stamp.at,
+        "refused_at": None,
         "written_by": stamp.by,
     }
 
@@ -251,6 +264,10 @@ def _audit_columns(entry: TokenEntry, packed: PackedEntry) -> dict[str, Any]:
         "created_at": entry.created_at if entry.created_at == entry.created_at else None,
         "payload": packed.payload,
         "payload_sha256": packed.sha256,
+        "shared_len": 0,
+        "stored_sha256": None,
+        "sequence_proven": packed.digest is not None
+        and (entry.cum_len, entry.digest) == (packed.length, packed.digest),
     }
 
 

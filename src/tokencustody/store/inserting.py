@@ -1,0 +1,254 @@
+"""Storing the rows of many calls at once, each if its fence is open and its key is new.
+
+Every call is answered with whether it was stored. What stands in the way of the others (a closed fence, the same key, a
+parent that is gone, an exclusive lock) is for the caller to find out, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, Table, exists, select
+
+from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_number
+from tokencustody.sql.multirow import ValueAdapter, execute_in_pieces, from_arrays, type_names
+from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, failures
+from tokencustody.sql.transactions import SharedWrite
+from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn
+
+_KEY = ("run", "rollout_id", "model_call_id")
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class NewCall:
+    """One row to be stored, and the stamp with which it is written.
+
+    `base_sha256` is the payload hash that the call named by the row's `parent_call_id` must have, when the row leaves
+    out a prefix that is that call's sequence.
+    """
+
+    row: dict[str, Any]
+    stamp: Stamp
+    base_sha256: str | None = None
+
+    @property
+    def key(self) -> Key:
+        """The primary key of the row."""
+        return self.row["run"], self.row["rollout_id"], self.row["model_call_id"]
+
+    @property
+    def rollout(self) -> RolloutKey:
+        """The rollout of the row."""
+        return RolloutKey(self.row["run"], self.row["rollout_id"])
+
+
+_FENCE_IS_OPEN = (
+    "(SELECT f.state FROM fences AS f WHERE f.run = asked.run AND f.rollout_id = asked.rollout_id)"
+    f" = '{FenceState.OPEN}'"
+)
+_BASE_IS_THERE = f"""(asked.base_sha256 IS NULL OR (
+    (SELECT base.payload_sha256 FROM entries AS base WHERE base.run = asked.run
+        AND base.rollout_id = asked.rollout_id AND base.model_call_id = asked.parent_call_id) = asked.base_sha256
+    AND (SELECT 1 FROM failures AS f WHERE f.run = asked.run AND f.rollout_id = asked.rollout_id
+        AND f.kind = '{FailureKind.CONFLICT}' AND f.model_call_id = asked.parent_call_id LIMIT 1) IS NULL))"""
+_OPEN_FENCES = (
+    "INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)"
+    f" SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM asked WHERE true ON CONFLICT DO NOTHING"
+)
+_OPEN_VERSIONS = (
+    "INSERT INTO snapshot_versions"
+    " (run, rollout_id, version, event, event_id, model_call_id, recorded_at, written_by)"
+    f" SELECT run, rollout_id, 0, '{VersionEvent.OPEN}', opening_id, '', at, written_by FROM asked WHERE true"
+    " ON CONFLICT DO NOTHING"
+)
+
+
+class CallInsert:
+    """Inserts rows into `table`, whose time of writing stands in `written_at`.
+
+    A row is known again by that time, its writer and its `identity` column: that is how a write whose answer was lost
+    is found to have succeeded.
+    """
+
+    def __init__(self, table: Table, written_at: str, *identity: str, fenced: bool = True) -> None:
+        self._table = table
+        self._columns = tuple(column.name for column in table.columns)
+        self._written_at = written_at
+        self._known_by = (*_KEY, "written_by", written_at, *identity)
+        self._fenced = fenced
+        # Only complete records leave out what another call holds.
+        self._condition = _BASE_IS_THERE if table is entries else "true"
+        self._adapter = ValueAdapter(table)
+        self.shared: SharedWrite[NewCall, bool] = SharedWrite(self._in_transaction, self._in_one_statement)
+
+    def _in_transaction(self, connection: Connection, calls: Sequence[NewCall]) -> list[bool]:
+        first = _first_of_each_key(calls)
+        if is_postgresql(connection):
+            stored = self._insert_rollout(connection, list(first.values()))
+        else:
+            stored = self._insert_on_sqlite(connection, first)
+        return [call.key in stored and call is first[call.key] for call in calls]
+
+    def _in_one_statement(self, connection: Connection, calls: Sequence[NewCall]) -> list[bool]:
+        first = _first_of_each_key(calls)
+        columns = [[call.row[name] for call in first.values()] for name in self._columns]
+        if self._fenced:
+            columns += [
+                [lock_number(call.rollout.lock_name) for call in first.values()],
+                [call.stamp.opening_id for call in first.values()],
+                [call.base_sha256 for call in first.values()],
+            ]
+        stored = {_key_of(row) for row in connection.exec_driver_sql(self._statement, tuple(columns))}
+        return [call.key in stored and call is first[call.key] for call in calls]
+
+    @cached_property
+    def _statement(self) -> str:
+        names, types = list(self._columns), type_names(self._table)
+        if self._fenced:
+            names += ["lock_number", "opening_id", "base_sha256"]
+            types += ["bigint", "text", "text"]
+        key = ", ".join(_KEY)
+        return (
+            f"WITH {from_arrays(names, types)}, {self._locking if self._fenced else ''} stored AS ("
+            f" INSERT INTO {self._table.name} ({', '.join(self._columns)})"
+            f" SELECT {', '.join(self._columns)} FROM asked"
+            f" {f'JOIN writable USING (run, rollout_id) WHERE {self._condition}' if self._fenced else ''}"
+            f" ORDER BY {key} ON CONFLICT DO NOTHING RETURNING {key}) SELECT * FROM stored"
+        )
+
+    @property
+    def _locking(self) -> str:
+        # What another transaction holds exclusively is passed over: no call waits for another rollout's freeze.
+        # Scalar subqueries, since without statistics a planner would turn EXISTS into a scan of the table.
+        return f"""
+        rollouts AS MATERIALIZED (
+            SELECT DISTINCT ON (run, rollout_id)
+                run, rollout_id, lock_number, opening_id, {self._written_at} AS at, written_by
+            FROM asked ORDER BY run, rollout_id),
+        locked AS MATERIALIZED (
+            SELECT r.run, r.rollout_id, fence.state
+            FROM rollouts r
+            CROSS JOIN LATERAL (SELECT pg_try_advisory_xact_lock_shared(r.lock_number) AS taken OFFSET 0) turn
+            CROSS JOIN LATERAL (
+                SELECT state FROM fences f
+                WHERE turn.taken AND f.run = r.run AND f.rollout_id = r.rollout_id
+                FOR SHARE SKIP LOCKED) fence),
+        opened AS (
+            INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)
+            SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM rollouts r
+            WHERE (SELECT 1 FROM fences f WHERE f.run = r.run AND f.rollout_id = r.rollout_id) IS NULL
+            ORDER BY run, rollout_id ON CONFLICT DO NOTHING RETURNING run, rollout_id),
+        opening AS (
+            INSERT INTO snapshot_versions
+                (run, rollout_id, version, event, event_id, model_call_id, recorded_at, written_by)
+            SELECT run, rollout_id, 0, '{VersionEvent.OPEN}', opening_id, '', at, written_by
+            FROM opened JOIN rollouts USING (run, rollout_id)),
+        writable AS (
+            SELECT run, rollout_id FROM locked WHERE state = '{FenceState.OPEN}'
+            UNION ALL SELECT run, rollout_id FROM opened),"""
+
+    def _insert_rollout(self, connection: Connection, calls: list[NewCall]) -> set[Key]:
+        """Insert calls of one rollout on PostgreSQL by plain statements, which a distributed one accepts too."""
+        if self._fenced:
+            key = calls[0].rollout
+            fence = lock_fence_txn(connection, key, calls[0].stamp, exclusive=False)
+            if fence.state is not FenceState.OPEN:
+                return set()
+            calls = [call for call in calls if base_is_there_txn(connection, call)]
+        if not calls:
+            return set()
+        keys = [self._table.c[name] for name in _KEY]
+        stored = connection.execute(
+            insert_if_absent(connection, self._table).returning(*keys), [call.row for call in calls]
+        )
+        return {_key_of(row) for row in stored}
+
+    def _insert_on_sqlite(self, connection: Connection, calls: dict[Key, NewCall]) -> set[Key]:
+        rows = [self._values(connection, call) for call in calls.values()]
+        if self._insert_values(connection, rows) == len(rows):
+            return set(calls)
+        if self._fenced:
+            self._open_fences(connection, calls, rows)
+            self._insert_values(connection, rows)
+        return self._known_again(connection, rows)
+
+    def _insert_values(self, connection: Connection, rows: list[list[Any]]) -> int:
+        names = ", ".join(self._columns)
+        condition = f"{_FENCE_IS_OPEN} AND {self._condition}" if self._fenced else "true"
+
+        def insert(asked: str) -> str:
+            return (
+                f"WITH {asked} INSERT INTO {self._table.name} ({names}) SELECT {names} FROM asked WHERE {condition}"
+                " ON CONFLICT DO NOTHING"
+            )
+
+        columns = (*self._columns, "base_sha256") if self._fenced else self._columns
+        return sum(result.rowcount for result in execute_in_pieces(connection, insert, columns, rows))
+
+    def _open_fences(self, connection: Connection, calls: dict[Key, NewCall], rows: list[list[Any]]) -> None:
+        at = self._columns.index(self._written_at)
+        opened = {
+            call.rollout: (*call.key[:2], row[at], call.stamp.by, call.stamp.opening_id)
+            for call, row in zip(calls.values(), rows, strict=True)
+        }
+        for statement in (_OPEN_FENCES, _OPEN_VERSIONS):
+            for _ in execute_in_pieces(
+                connection,
+                partial("WITH {1} {0}".format, statement),
+                ("run", "rollout_id", "at", "written_by", "opening_id"),
+                list(opened.values()),
+            ):
+                pass
+
+    def _known_again(self, connection: Connection, rows: list[list[Any]]) -> set[Key]:
+        indexes = [self._columns.index(name) for name in self._known_by]
+        same = " AND ".join(f"stored.{name} = asked.{name}" for name in self._known_by)
+        key = ", ".join(f"stored.{name}" for name in _KEY)
+
+        def select_stored(asked: str) -> str:
+            return f"WITH {asked} SELECT {key} FROM asked JOIN {self._table.name} AS stored ON {same}"
+
+        known = [[row[index] for index in indexes] for row in rows]
+        results = execute_in_pieces(connection, select_stored, self._known_by, known)
+        return {_key_of(row) for result in results for row in result}
+
+    def _values(self, connection: Connection, call: NewCall) -> list[Any]:
+        values = self._adapter.adapt(connection, [call.row[name] for name in self._columns])
+        return [*values, call.base_sha256] if self._fenced else values
+
+
+def base_is_there_txn(connection: Connection, call: NewCall) -> bool:
+    """Return whether a call whose fence is locked can lean on its base, or needs none."""
+    if call.base_sha256 is None:
+        return True
+    of_parent = entries.c.model_call_id == call.row["parent_call_id"]
+    held = connection.scalar(
+        select(entries.c.payload_sha256).where(
+            call.rollout.of(entries), of_parent, ~is_conflicting(call.rollout)
+        )
+    )
+    return held == call.base_sha256
+
+
+def is_conflicting(key: RolloutKey) -> ColumnElement[bool]:
+    """Return the condition that a row of `entries` was put a second time with other bytes."""
+    return exists().where(
+        key.of(failures),
+        failures.c.kind == FailureKind.CONFLICT,
+        failures.c.model_call_id == entries.c.model_call_id,
+    )
+
+
+def _first_of_each_key(calls: Sequence[NewCall]) -> dict[Key, NewCall]:
+    first: dict[Key, NewCall] = {}
+    for call in calls:
+        first.setdefault(call.key, call)
+    return first
+
+
+def _key_of(row: Row[Any]) -> Key:
+    return row.run, row.rollout_id, row.model_call_id
