@@ -166,4 +166,7 @@ def _measure(bench: Bench, chosen: list[Workload], console: Console) -> dict[str
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
