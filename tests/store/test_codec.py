@@ -215,11 +215,16 @@ def test_a_payload_without_its_beginning_is_not_read_as_a_whole_one() -> None:
         unpack_entry(stored.payload, stored.sha256, rollout_id="rollout-1", model_call_id="call-1")
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_a_header_of_an_unknown_kind_is_a_corruption_error_though_the_hash_is_right(at: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "says"),
+    [(0, "codec 9"), (1, "9 bytes"), (2, "dialect 9"), (3, "header is 9"), (5, "ends inside a column")],
+)
+def test_a_header_of_an_unknown_kind_is_a_corruption_error_though_the_hash_is_right(
+    at: int, says: str
+) -> None:
     payload = bytearray(pack_entry(make_entry()).payload)
     payload[at] = 9
-    with pytest.raises(CorruptEntryError, match=r"call-1 of rollout rollout-1: .* does not decode: .*9"):
+    with pytest.raises(CorruptEntryError, match=f"call-1 of rollout rollout-1: .* does not decode: .*{says}"):
         unpack_entry(
             bytes(payload),
             hashlib.sha256(payload).hexdigest(),

@@ -30,9 +30,8 @@ def unpack_calls(rollout_id: str, rows: Iterable[Any]) -> list[TokenEntry]:
     """
     calls = [_Call.read(rollout_id, row) for row in rows]
     children = _children_to_rebuild(calls)
-    for call in calls:
-        if call.is_whole and call.model_call_id in children:
-            _rebuild_below(call, children)
+    for whole in [call for call in calls if call.is_whole and call.model_call_id in children]:
+        _rebuild_below(whole, children)
     entries = [call.entry for call in calls if call.entry is not None]
     if len(entries) < len(calls):
         raise _unreached(rollout_id, calls)
@@ -52,18 +51,17 @@ def unpack_chain(
     chain = _chain_up(rollout_id, {row.model_call_id: row for row in rows}, model_call_id)
     (row, call), above = chain[0], chain[:0:-1]
     ids: list[int] = []
+    for _, ancestor in above:
+        ids += ancestor.own_prompt()
+        ids += ancestor.generation()
     try:
-        for _, ancestor in above:
-            _check_shared_len(ancestor, ids)
-            ids += ancestor.own_prompt()
-            ids += ancestor.generation()
-        entry = _rebuilt(call, row.payload_sha256, ids, array("H"))
-    except CorruptEntryError:
+        entry = _rebuilt(call, row.payload_sha256, ids)
+        ids += entry.prompt_token_ids[call.shared_len or 0 :]
+        ids += entry.generation_token_ids
+        _check_recorded(entry, ids)
+    except (CorruptEntryError, LineageError):
         unpack_calls(rollout_id, [row for row, _ in above])  # names an ancestor, if that is the wrong one
         raise
-    ids += entry.prompt_token_ids[call.shared_len or 0 :]
-    ids += entry.generation_token_ids
-    _check_recorded(entry, ids)
     return entry, tuple(ids)
 
 
@@ -140,7 +138,7 @@ def _rebuild_below(whole: _Call, children: dict[str, list[_Call]]) -> None:
         if call.stored is not None:
             call.entry = _rebuilt(call.stored, call.payload_sha256, ids, packed)
             call.stored = None
-        below = children.pop(call.model_call_id, None)
+        below = children.get(call.model_call_id)
         if below and call.entry is not None:
             prompt = call.entry.prompt_token_ids
             own = (prompt if call.is_delta else prompt[length:]) + call.entry.generation_token_ids
@@ -152,24 +150,22 @@ def _rebuild_below(whole: _Call, children: dict[str, list[_Call]]) -> None:
             pending += [(child, len(ids), packed) for child in below]
 
 
-def _rebuilt(call: StoredCall, payload_sha256: str, ids: list[int], packed: array[int]) -> TokenEntry:
-    """Return the entry of a call whose parent's whole sequence is `ids`, which `packed` holds at some width."""
+def _rebuilt(
+    call: StoredCall, payload_sha256: str, ids: list[int], packed: array[int] | None = None
+) -> TokenEntry:
+    """Return the entry of a call whose parent's whole sequence is `ids`, which `packed` may hold at some width."""
     if call.shared_len is None:
         return call.entry([])
-    _check_shared_len(call, ids)
-    try:
-        if packed.itemsize != call.token_width or len(packed) != len(ids):
+    if call.shared_len != len(ids):
+        raise _not_rebuilt(call)
+    if packed is None or packed.itemsize != call.token_width:
+        try:
             packed = pack_ids(ids, call.token_width)
-    except OverflowError:
-        raise _not_rebuilt(call) from None
+        except OverflowError:
+            raise _not_rebuilt(call) from None
     if call.whole_sha256(packed) != payload_sha256:
         raise _not_rebuilt(call)
     return call.entry(ids)
-
-
-def _check_shared_len(call: StoredCall, ids: list[int]) -> None:
-    if call.shared_len is not None and call.shared_len != len(ids):
-        raise _not_rebuilt(call)
 
 
 def _not_rebuilt(call: StoredCall) -> CorruptEntryError:
