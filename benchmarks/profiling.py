@@ -88,7 +88,8 @@ def top_functions(profiles: list[cProfile.Profile], count: int) -> list[Profiled
             held = sums[_name(*place)]
             held[0] += calls
             held[1] += own
-    found = [ProfiledFunction(name, int(calls), own) for name, (calls, own) in sums.items()]
+    total = sum(own for _, own in sums.values())
+    found = [ProfiledFunction(name, int(calls), own, own / total) for name, (calls, own) in sums.items()]
     return sorted(found, key=lambda function: -function.own_seconds)[:count]
 
 

@@ -20,11 +20,13 @@ def print_report(console: Console, verdicts: list[Verdict], results: Results) ->
     for store, functions in results.profiles.items():
         table = Table(title=f"{store}: 64 writers' puts by function", box=SIMPLE_HEAD, title_justify="left")
         table.add_column("own CPU [ms]", justify="right", no_wrap=True)
+        table.add_column("share", justify="right", no_wrap=True)
         table.add_column("calls", justify="right", no_wrap=True)
         table.add_column("function", overflow="fold")
         for each in functions:
             table.add_row(
                 f"{1000 * each.own_seconds:.0f}",
+                f"{100 * each.share:.1f}%",
                 f"{each.calls:,}",
                 each.function,
             )

@@ -62,11 +62,13 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledFunction:
-    """One line of a profile: the CPU seconds of the function's own, without what it called, in all threads."""
+    """One line of a profile: the CPU seconds of the function's own, without what it called, in all threads, and their
+    share of those of all functions."""
 
     function: str
     calls: int
     own_seconds: float
+    share: float
 
 
 FIGURES = {
@@ -75,6 +77,7 @@ FIGURES = {
     "put_rate": "puts [1/s]",
     "put_p50": "put, median [ms]",
     "put_p99": "put, p99 [ms]",
+    "pack_rate": "checking and packing alone [1/s]",
     "rows_per_commit": "calls per commit",
     "retries": "retries [% of calls]",
     "client_cpu": "CPU per call [ms]",

@@ -117,7 +117,7 @@ TARGETS: tuple[Target, ...] = (
             _figure(workload, store, "put_rate"),
             _figure(workload, BARE[store], "put_rate"),
             0.6,
-            beside=(_figure(workload, store, "rows_per_commit"),),
+            beside=(_figure(workload, store, "pack_rate"), _figure(workload, store, "rows_per_commit")),
         )
         for store in DATABASES
         for workload, label in (
