@@ -106,7 +106,9 @@ class SqlitePlans:
         return [access for step in steps if (access := self._access(step, statement.text)) is not None]
 
     def _access(self, step: str, text: str) -> Access | None:
-        found = re.match(r"(SCAN|SEARCH) (?:TABLE )?(\S+)(?: USING (?:COVERING )?INDEX (\S+)(?: \((.*)\))?)?", step)
+        found = re.match(
+            r"(SCAN|SEARCH) (?:TABLE )?(\S+)(?: USING (?:COVERING )?INDEX (\S+)(?: \((.*)\))?)?", step
+        )
         if found is None:
             return None
         _, name, index, condition = found.groups()
