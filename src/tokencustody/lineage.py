@@ -108,13 +108,10 @@ def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def resolved(entry: TokenEntry, tokens: tuple[int, ...]) -> LineageResolution:
-    """Return the decision that names `entry`, whose whole sequence is `tokens`, as the parent."""
+def resolved(model_call_id: str, digest: str, tokens: tuple[int, ...]) -> LineageResolution:
+    """Return the decision that names a call, whose whole sequence is `tokens`, as the parent."""
     match = LineageMatch(
-        model_call_id=entry.model_call_id,
-        cumulative_token_ids=tokens,
-        digest=entry.digest or compute_digest(tokens),
-        prev_len=len(tokens),
+        model_call_id=model_call_id, cumulative_token_ids=tokens, digest=digest, prev_len=len(tokens)
     )
     return LineageResolution(ParentResolutionStatus.RESOLVED, match)
 
@@ -179,4 +176,5 @@ class RolloutLineage:
                 break
             seen.add(parent.model_call_id)
             chain.append(parent)
-        return resolved(chain[0], join_chain(chain[::-1]))
+        tokens = join_chain(chain[::-1])
+        return resolved(chain[0].model_call_id, chain[0].digest or compute_digest(tokens), tokens)

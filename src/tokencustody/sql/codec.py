@@ -71,7 +71,7 @@ class PackedEntry:
     prompt_len: int
     length: int
     digest: str | None
-    _sequence: bytes = field(repr=False)
+    sequence: bytes = field(repr=False)
 
     def prefix_digest(self, length: int) -> str:
         """Return `compute_digest` of the first `length` prompt ids.
@@ -79,7 +79,7 @@ class PackedEntry:
         Raises ValueError when the prompt is shorter, and for a delta prompt, which begins in the parent.
         """
         self.check_prefix(length)
-        return digest_of_uint64s(memoryview(self._sequence)[: 8 * length])
+        return digest_of_uint64s(memoryview(self.sequence)[: 8 * length])
 
     def check_prefix(self, length: int) -> None:
         """Raise ValueError when the prompt has no prefix of `length` ids."""
@@ -348,6 +348,14 @@ def uint64s(ids: list[int]) -> bytes:
     if sys.byteorder == "little":
         column.byteswap()
     return column.tobytes()
+
+
+def ids_of_uint64s(encoded: bytes) -> list[int]:
+    """Return the ids that `uint64s` encoded."""
+    column = array("Q", encoded)
+    if sys.byteorder == "little":
+        column.byteswap()
+    return column.tolist()
 
 
 def _swapped_on_big_endian(column: array[Any]) -> array[Any]:

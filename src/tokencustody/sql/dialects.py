@@ -57,14 +57,18 @@ def looked_up(
     table: Table,
     columns: Sequence[ColumnElement[Any]],
     matches: ColumnElement[bool],
+    *,
+    lock: bool = False,
 ) -> Select[Any]:
-    """Return a query for `columns` of the one row of `table`, if any, that `matches` each row of `source`.
+    """Return a query for `columns` of the one row of `table`, if any, that `matches` each row of `source`; with `lock`
+    it locks them for an update.
 
     On PostgreSQL each is looked up by itself: without statistics its planner would rather read the whole rollout again
     for each.
     """
     if is_postgresql(connection):
-        row = select(*columns).where(matches).limit(1).lateral()
+        found = select(*columns).where(matches).limit(1)
+        row = (found.with_for_update() if lock else found).lateral()
         return select(*row.c).select_from(source.join(row, true()))
     return select(*columns).select_from(source.join(table, matches))
 

@@ -34,8 +34,8 @@ class Engines(ABC):
     """The connections of one database in one process and event loop, shared by the stores that use it.
 
     Nothing is opened before the first transaction. `running` counts the uses; the last user waits for them before it
-    closes the connections. `stats` counts what happened since the engines were made. `gatherers` are those of
-    `tokencustody.sql.coalescing`, by what they do.
+    closes the connections. `stats` counts what happened since the engines were made. `kept` is what the
+    stores share beside the connections, by what it is for.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Engines(ABC):
         self.checked = False
         self.checking = asyncio.Lock()
         self.stats: Counter[str] = Counter()
-        self.gatherers: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}
         self._idle = asyncio.Event()
 
     @abstractmethod

@@ -10,8 +10,10 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from sqlalchemy import Connection
@@ -32,6 +34,7 @@ from tokencustody.sql.url import DatabaseUrl
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
+Thing = TypeVar("Thing")
 
 _FIRST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.25
@@ -81,29 +84,22 @@ class Database:
         self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
         self._closed = False
 
-    async def read(self, work: Work[Result]) -> Result:
-        """Run `work` on one consistent snapshot."""
+    @contextmanager
+    def doors(self) -> Iterator[Doors]:
+        """Open the doors for one call of a store, however many transactions it takes; `close` waits for it."""
         engines = self._engines()
         with engines.in_use():
-            return await self._retrying(engines, engines.read, work)
+            yield Doors(self, engines)
+
+    async def read(self, work: Work[Result]) -> Result:
+        """Run `work` on one consistent snapshot."""
+        with self.doors() as doors:
+            return await doors.read(work)
 
     async def write(self, work: Work[Result]) -> Result:
         """Run `work`, which begins by locking a fence, in one transaction; return once it is durable."""
-        engines = self._engines()
-        with engines.in_use():
-            return await self._retrying(engines, engines.write, work)
-
-    async def write_together(
-        self, write: SharedWrite[Item, Answer], item: Item, *, rollout: Hashable, size: int
-    ) -> Answer:
-        """Write `item`, of `size` bytes, with what else waits to be written; return its answer once that is durable."""
-        engines = self._engines()
-        gatherer = engines.gatherers.get((write, self._coalesce))
-        if gatherer is None:
-            gatherer = engines.gatherers[write, self._coalesce] = self._gatherer(engines, write)
-        with engines.in_use():
-            answer: Answer = await gatherer.submit(item, rollout=rollout, size=size)
-            return answer
+        with self.doors() as doors:
+            return await doors.write(work)
 
     def stats(self) -> Counter[str]:
         """Return what was counted in this process: see `CaptureStore.stats`."""
@@ -136,27 +132,10 @@ class Database:
             engines = self._held[here] = registry.acquire(self._key)
         return engines
 
-    def _gatherer(self, engines: Engines, write: SharedWrite[Item, Answer]) -> Gatherer[Item, Answer]:
-        # A distributed database takes a transaction of plain statements on one rollout.
-        in_one_statement = not self.url.is_sqlite and self._coalesce is not Coalesce.ROLLOUT
-
-        async def run(items: Sequence[Item]) -> Sequence[Answer]:
-            engines.stats["shared_calls"] += len(items)
-            engines.stats["shared_transactions"] += 1
-            if in_one_statement:
-                return await self._retrying(
-                    engines, engines.write_statement, lambda connection: write.statement(connection, items)
-                )
-            return await self._retrying(
-                engines, engines.write, lambda connection: write.transaction(connection, items)
-            )
-
-        lanes = 1 if self.url.is_sqlite else min(_LANES, self._key.pool_size)
-        return Gatherer(run, lanes, self._coalesce)
-
-    async def _retrying(
+    async def retrying(
         self, engines: Engines, transact: Callable[[Work[Result]], Awaitable[Result]], work: Work[Result]
     ) -> Result:
+        """Run a transaction until it succeeds, fails for a reason that repeating cannot help, or time is up."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._key.deadline
         pause = _FIRST_PAUSE
@@ -191,6 +170,30 @@ class Database:
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def gatherer(self, engines: Engines, write: SharedWrite[Item, Answer]) -> Gatherer[Item, Answer]:
+        """Return the gatherer of one kind of calls, made now if need be."""
+        gatherer = engines.kept.get((write, self._coalesce))
+        if gatherer is None:
+            lanes = 1 if self.url.is_sqlite else min(_LANES, self._key.pool_size)
+            gatherer = Gatherer(partial(self._write_shared, engines, write), lanes, self._coalesce)
+            engines.kept[write, self._coalesce] = gatherer
+        found: Gatherer[Item, Answer] = gatherer
+        return found
+
+    async def _write_shared(
+        self, engines: Engines, write: SharedWrite[Item, Answer], items: Sequence[Item]
+    ) -> Sequence[Answer]:
+        engines.stats["shared_calls"] += len(items)
+        engines.stats["shared_transactions"] += 1
+        # A distributed database takes a transaction of plain statements on one rollout.
+        if self.url.is_sqlite or self._coalesce is Coalesce.ROLLOUT:
+            return await self.retrying(
+                engines, engines.write, lambda connection: write.transaction(connection, items)
+            )
+        return await self.retrying(
+            engines, engines.write_statement, lambda connection: write.statement(connection, items)
+        )
+
     async def _check_schema(self, engines: Engines) -> None:
         async with engines.checking:
             if engines.checked:
@@ -201,3 +204,33 @@ class Database:
                 await migrate.create_sqlite(self.url)
             await engines.read(lambda connection: migrate.ensure_current(connection, self.url.display))
             engines.checked = True
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """The doors as one call of a store uses them."""
+
+    _database: Database
+    _engines: Engines
+
+    async def read(self, work: Work[Result]) -> Result:
+        """Run `work` on one consistent snapshot."""
+        return await self._database.retrying(self._engines, self._engines.read, work)
+
+    async def write(self, work: Work[Result]) -> Result:
+        """Run `work`, which begins by locking a fence, in one transaction; return once it is durable."""
+        return await self._database.retrying(self._engines, self._engines.write, work)
+
+    async def write_together(
+        self, write: SharedWrite[Item, Answer], item: Item, *, rollout: Hashable, size: int
+    ) -> Answer:
+        """Write `item`, of `size` bytes, with what else waits to be written; return its answer once that is durable."""
+        gatherer = self._database.gatherer(self._engines, write)
+        return await gatherer.submit(item, rollout=rollout, size=size)
+
+    def kept(self, make: Callable[[], Thing]) -> Thing:
+        """Return the one thing of this kind that the stores on these engines share."""
+        if make not in self._engines.kept:
+            self._engines.kept[make] = make()
+        thing: Thing = self._engines.kept[make]
+        return thing

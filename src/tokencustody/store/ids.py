@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from tokencustody.errors import InvalidRecordError
 
@@ -30,6 +31,14 @@ def check_call_id(model_call_id: str, field: str = "model_call_id") -> str:
             f"{field} has {len(model_call_id)} characters; it must have 1 to {_LONGEST_CALL_ID}"
         )
     return model_call_id
+
+
+def is_call_id(text: str | None) -> TypeGuard[str]:
+    """Return whether a call can have this id."""
+    try:
+        return text is not None and bool(check_call_id(text))
+    except InvalidRecordError:
+        return False
 
 
 def check_text(text: str, field: str) -> str:

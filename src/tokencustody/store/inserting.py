@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, exists, select
+from sqlalchemy import Connection, Row, Table, select
 
 from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_number
 from tokencustody.sql.multirow import ValueAdapter, execute_in_pieces, from_arrays, type_names
-from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, failures
+from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries
 from tokencustody.sql.transactions import SharedWrite
 from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn
+from tokencustody.store.reading import is_conflicting
 
 _KEY = ("run", "rollout_id", "model_call_id")
 Key = tuple[str, str, str]
@@ -180,9 +181,10 @@ class CallInsert:
         names = ", ".join(self._columns)
         condition = f"{_FENCE_IS_OPEN} AND {self._condition}" if self._fenced else "true"
 
+        # The driver counts the rows of statements that begin with INSERT.
         def insert(asked: str) -> str:
             return (
-                f"WITH {asked} INSERT INTO {self._table.name} ({names}) SELECT {names} FROM asked WHERE {condition}"
+                f"INSERT INTO {self._table.name} ({names}) WITH {asked} SELECT {names} FROM asked WHERE {condition}"
                 " ON CONFLICT DO NOTHING"
             )
 
@@ -232,15 +234,6 @@ def base_is_there_txn(connection: Connection, call: NewCall) -> bool:
         )
     )
     return held == call.base_sha256
-
-
-def is_conflicting(key: RolloutKey) -> ColumnElement[bool]:
-    """Return the condition that a row of `entries` was put a second time with other bytes."""
-    return exists().where(
-        key.of(failures),
-        failures.c.kind == FailureKind.CONFLICT,
-        failures.c.model_call_id == entries.c.model_call_id,
-    )
 
 
 def _first_of_each_key(calls: Sequence[NewCall]) -> dict[Key, NewCall]:

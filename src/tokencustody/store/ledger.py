@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import Connection, exists, func, insert, literal, or_, select, union_all
+from sqlalchemy import Connection, func, insert, select, union_all
 
 from tokencustody.errors import InvalidRecordError, PayloadConflictError, RolloutRetiredError
 from tokencustody.fingerprint import conversation_digest
@@ -116,8 +116,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
 
         def look(connection: Connection) -> bool:
             _refuse_if_retired_txn(connection, key)
-            any_row = or_(exists().where(key.of(ledger_calls)), exists().where(key.of(ledger_failures)))
-            return bool(connection.scalar(select(any_row)))
+            return connection.scalar(_last_position(key)) is not None
 
         return await self._database.read(look)
 
@@ -209,15 +208,21 @@ def _add_txn(connection: Connection, key: RolloutKey, table: Any, row: dict[str,
         raise PayloadConflictError(
             f"conflicting ledger record for model call {call} of rollout {key.rollout_id}: {said}; that stays"
         )
-    positions = union_all(
-        *(
-            select(func.max(t.c.position).label("position")).where(key.of(t))
-            for t in (ledger_calls, ledger_failures)
-        )
-    ).subquery()
-    last = connection.scalar(select(func.coalesce(func.max(positions.c.position), literal(0))))
+    last = connection.scalar(_last_position(key))
     signed = {"committed_at" if table is ledger_calls else "recorded_at": stamp.at, "written_by": stamp.by}
     connection.execute(insert(table), {**key.columns(), **row, "position": (last or 0) + 1, **signed})
+
+
+def _last_position(key: RolloutKey) -> Any:
+    """Return the query for the highest position in a rollout's ledger, NULL when it has no row."""
+    # MAX rather than EXISTS, for which a planner with old statistics reads the table until a row turns up.
+    positions = union_all(
+        *(
+            select(func.max(table.c.position).label("position")).where(key.of(table))
+            for table in (ledger_calls, ledger_failures)
+        )
+    ).subquery()
+    return select(func.max(positions.c.position))
 
 
 def _row_of_commit(commit: CaptureLedgerCommit) -> dict[str, Any]:

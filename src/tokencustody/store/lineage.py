@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, or_, select
+from sqlalchemy import Connection, or_, select
 
 from tokencustody.errors import InvalidRecordError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
-from tokencustody.lineage import NO_MATCH, ROOT, Candidate, choose_parent, join_chain, resolved, unresolved
+from tokencustody.lineage import NO_MATCH, ROOT, Candidate, choose_parent, resolved, unresolved
 from tokencustody.protocols import LineageMatch, LineageResolution
-from tokencustody.records import ParentResolutionStatus, TokenEntry
-from tokencustody.sql.codec import unpack_entry
-from tokencustody.sql.dialects import looked_up
-from tokencustody.sql.tables import entries, ledger_calls, stored_payload
+from tokencustody.records import ParentResolutionStatus, compute_digest
+from tokencustody.sql.chains import unpack_chain
+from tokencustody.sql.codec import uint64s
+from tokencustody.sql.tables import entries, ledger_calls
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey
 from tokencustody.store.ids import check_rollout_id
-from tokencustody.store.inserting import is_conflicting
+from tokencustody.store.reading import chain_txn, is_conflicting
+from tokencustody.store.sequences import KnownSequence, KnownSequences
 
 
 class SqlLineageResolver(SqlStore):
@@ -46,27 +48,55 @@ class SqlLineageResolver(SqlStore):
         if not fingerprint:
             return ROOT
 
-        def choose(connection: Connection, candidates: Any) -> Candidate | str:
-            rows = connection.execute(candidates)
+        def choose(connection: Connection, candidates: Any) -> tuple[Candidate | str, dict[str, Any]]:
+            rows = {row.model_call_id: row for row in connection.execute(candidates)}
             with _naming_request_items():
-                return choose_parent([Candidate(*row) for row in rows], request_items)
+                return choose_parent([Candidate(*row[:5]) for row in rows.values()], request_items), rows
 
-        def decide(connection: Connection) -> LineageResolution | list[TokenEntry]:
-            choice = choose(connection, _candidates(key, fingerprint))
+        def decide(connection: Connection) -> LineageResolution | _Parent:
+            choice, rows = choose(connection, _candidates(key, fingerprint))
             if isinstance(choice, Candidate):
-                rows = connection.execute(_chain(connection, key, choice.model_call_id)).all()
-                return _in_order(rows, choice.model_call_id)
+                row = rows[choice.model_call_id]
+                known = None if row.prompt_is_delta else sequences.find(key, choice.model_call_id)
+                if known is not None and known.payload_sha256 == row.payload_sha256:
+                    return _Parent(choice.model_call_id, row.payload_sha256, known=known)
+                chain = chain_txn(connection, key, choice.model_call_id)
+                return _Parent(choice.model_call_id, row.payload_sha256, chain=chain)
             if choice == NO_MATCH:
-                choice = choose(connection, _ledger_candidates(key, fingerprint))
+                choice, rows = choose(connection, _ledger_candidates(key, fingerprint))
             if isinstance(choice, Candidate):
-                found = connection.execute(_ledger_call(key, choice.model_call_id))
-                return _resolved_to_ledger(found.one())
+                return _resolved_to_ledger(rows[choice.model_call_id])
             return unresolved(choice)
 
-        decision = await self._database.read(decide)
+        with self._database.doors() as doors:
+            sequences = doors.kept(KnownSequences)
+            decision = await doors.read(decide)
         if isinstance(decision, LineageResolution):
             return decision
-        return resolved(decision[-1], join_chain(decision))
+        return _resolved(sequences, key, decision)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parent:
+    """The call that was chosen, and its sequence, or the rows to rebuild it from."""
+
+    model_call_id: str
+    payload_sha256: str
+    known: KnownSequence | None = None
+    chain: Sequence[Any] = ()
+
+
+def _resolved(sequences: KnownSequences, key: RolloutKey, parent: _Parent) -> LineageResolution:
+    known = parent.known
+    if known is not None:
+        return resolved(parent.model_call_id, known.digest, known.token_ids())
+    rows = _proven(parent.chain, parent.model_call_id)
+    entry, token_ids = unpack_chain(key.rollout_id, rows, parent.model_call_id)
+    digest = entry.digest or compute_digest(token_ids)
+    if not entry.prompt_is_delta:
+        sequence = KnownSequence(parent.payload_sha256, digest, uint64s(list(token_ids)))
+        sequences.keep(key, parent.model_call_id, sequence)
+    return resolved(parent.model_call_id, digest, token_ids)
 
 
 @contextmanager
@@ -85,6 +115,8 @@ def _candidates(key: RolloutKey, fingerprint: str) -> Any:
         call.continuation_context_digest,
         call.digest,
         call.cum_len,
+        call.payload_sha256,
+        call.prompt_is_delta,
     ).where(
         key.of(entries),
         call.continuation_fingerprint == fingerprint,
@@ -102,16 +134,14 @@ def _ledger_candidates(key: RolloutKey, fingerprint: str) -> Any:
         call.continuation_context_digest,
         call.cumulative_hash,
         call.cum_len,
+        call.staging_chain,
+        call.chain_hash,
     ).where(
         key.of(ledger_calls),
         call.continuation_fingerprint == fingerprint,
         call.fingerprint_version == FINGERPRINT_VERSION,
         call.chain_hash.is_not(None),
     )
-
-
-def _ledger_call(key: RolloutKey, model_call_id: str) -> Any:
-    return select(ledger_calls).where(key.of(ledger_calls), ledger_calls.c.model_call_id == model_call_id)
 
 
 def _resolved_to_ledger(row: Any) -> LineageResolution:
@@ -126,34 +156,12 @@ def _resolved_to_ledger(row: Any) -> LineageResolution:
     return LineageResolution(ParentResolutionStatus.RESOLVED, match)
 
 
-def _chain(connection: Connection, key: RolloutKey, model_call_id: str) -> Any:
-    call = entries.c
-    link = (call.model_call_id, call.parent_call_id, call.prompt_is_delta)
-    # UNION, not UNION ALL: rows that repeat end the recursion even if parents form a circle.
-    chain = (
-        select(*link).where(key.of(entries), call.model_call_id == model_call_id).cte("chain", recursive=True)
-    )
-    is_parent = and_(key.of(entries), call.model_call_id == chain.c.parent_call_id, ~is_conflicting(key))
-    chain = chain.union(looked_up(connection, chain, entries, link, is_parent).where(chain.c.prompt_is_delta))
-    payload = (call.rollout_id, call.model_call_id, stored_payload, call.payload_sha256)
-    return looked_up(
-        connection,
-        chain,
-        entries,
-        payload,
-        and_(key.of(entries), call.model_call_id == chain.c.model_call_id),
-    )
-
-
-def _in_order(rows: Sequence[Any], model_call_id: str) -> list[TokenEntry]:
-    """Return the chain's entries from the one with a full prompt, as far as it was found, down to the call."""
-    by_id = {row.model_call_id: row for row in rows}
-    chain: list[TokenEntry] = []
+def _proven(chain: Sequence[Any], model_call_id: str) -> list[Any]:
+    """Return the rows of a chain without the conflicting calls that a delta would continue, and what is above them."""
+    by_id = {row.model_call_id: row for row in chain}
     row = by_id.pop(model_call_id, None)
-    while row is not None:
-        entry = unpack_entry(
-            row.payload, row.payload_sha256, rollout_id=row.rollout_id, model_call_id=row.model_call_id
-        )
-        chain.append(entry)
-        row = by_id.pop(entry.parent_call_id or "", None) if entry.prompt_is_delta else None
-    return chain[::-1]
+    while row is not None and row.prompt_is_delta:
+        row = by_id.pop(row.parent_call_id, None)
+        if row is not None and row.is_conflicting:
+            return [each for each in chain if each is not row]
+    return list(chain)

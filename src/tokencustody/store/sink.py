@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, insert, literal, select, update
+from sqlalchemy import Connection, insert, select, update
 
 from tokencustody.errors import PayloadConflictError
 from tokencustody.records import TokenEntry
-from tokencustody.sql.codec import PackedEntry, differing_fields, pack_entry, unpack_entry, validated
+from tokencustody.sql.codec import PackedEntry, pack_entry, validated
 from tokencustody.sql.dialects import insert_if_absent
 from tokencustody.sql.tables import (
     FailureKind,
@@ -16,8 +16,8 @@ from tokencustody.sql.tables import (
     VersionEvent,
     entries,
     intents,
-    stored_payload,
 )
+from tokencustody.sql.transactions import Doors
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.fence import (
     RolloutKey,
@@ -29,10 +29,11 @@ from tokencustody.store.fence import (
     refuse_if_frozen,
     refuse_if_retired,
 )
-from tokencustody.store.ids import check_call_id, check_rollout_id
+from tokencustody.store.ids import check_call_id, check_rollout_id, is_call_id
 from tokencustody.store.inserting import CallInsert, NewCall
+from tokencustody.store.putting import Put, find_base_txn, written_txn
+from tokencustody.store.sequences import Base, KnownSequence, KnownSequences
 
-_LONGEST_AUDIT_TEXT = 512
 # About what an intent takes on its way.
 _INTENT_SIZE = 1024
 
@@ -57,73 +58,16 @@ class SqlTokenSink(SqlStore):
         key = RolloutKey(self.run, check_rollout_id(entry.rollout_id))
         check_call_id(entry.model_call_id)
         packed = pack_entry(entry)
-        stamp = Stamp.make(now(), self.written_by)
-        row = {
-            **key.columns(),
-            **_audit_columns(entry, packed),
-            "committed_at": stamp.at,
-            "written_by": stamp.by,
-        }
-
-        this_call = key.of(entries) & (entries.c.model_call_id == entry.model_call_id)
-
-        def store(connection: Connection) -> bool:
-            fence = lock_fence_txn(connection, key, stamp, exclusive=False)
-            if fence.state is not FenceState.OPEN and _stored_txn(
-                connection, this_call, entries.c.committed_at, stamp
-            ):
-                return True
-            refuse_if_frozen(fence, key, f"call {entry.model_call_id}")
-            stored = connection.execute(insert_if_absent(connection, entries), row)
-            if stored.rowcount:
-                return True
-            held: str | None = connection.scalar(select(entries.c.payload_sha256).where(this_call))
-            return held == packed.sha256
-
-        def compare(connection: Connection) -> list[str] | None:
-            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
-            recorded = happened_txn(connection, key, stamp)
-            if not recorded:
-                refuse_if_frozen(fence, key, f"call {entry.model_call_id}")
-            found = connection.execute(select(stored_payload, entries.c.payload_sha256).where(this_call))
-            first = found.one_or_none()
-            if first is None or first.payload_sha256 == packed.sha256:
-                return None
-            held = unpack_entry(
-                first.payload,
-                first.payload_sha256,
-                rollout_id=key.rollout_id,
-                model_call_id=entry.model_call_id,
-            )
-            fields = differing_fields(held, entry)
-            if fields and not recorded:
-                fail_txn(
-                    connection,
-                    key,
-                    fence,
-                    VersionEvent.CONFLICT,
-                    FailureKind.CONFLICT,
-                    stamp,
-                    model_call_id=entry.model_call_id,
-                    first=first.payload_sha256,
-                    second=packed.sha256,
-                    differing=",".join(fields).replace("\0", "\ufffd"),
-                )
-            return fields
-
-        call = NewCall(row, stamp)
-        if await self._database.write_together(_ENTRIES.shared, call, rollout=key, size=len(packed.payload)):
-            return
-        # A conflict needs the fence exclusively; upgrading the share lock would deadlock two conflicting writers.
-        while not await self._database.write(store):
-            fields = await self._database.write(compare)
-            if fields:
-                raise PayloadConflictError(
-                    f"model call {entry.model_call_id} of rollout {key.rollout_id} was stored before with other "
-                    f"bytes (differing: {', '.join(fields)}); the first payload stays and the rollout is incomplete"
-                )
-            if fields is not None:
-                return
+        with self._database.doors() as doors:
+            sequences = doors.kept(KnownSequences)
+            base = await _base(doors, sequences, key, entry, packed)
+            put = Put(key, entry, packed, Stamp.make(now(), self.written_by), base)
+            size = len(put.call.row["payload"])
+            if not await doors.write_together(_ENTRIES.shared, put.call, rollout=key, size=size):
+                await _put_alone(doors, put)
+            if put.proves_sequence:
+                known = KnownSequence(packed.sha256, packed.digest or "", packed.sequence)
+                sequences.keep(key, entry.model_call_id, known)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Announce a call before it is dispatched. A repeat is a no-op.
@@ -138,7 +82,7 @@ class SqlTokenSink(SqlStore):
         def announce(connection: Connection) -> None:
             fence = lock_fence_txn(connection, key, stamp, exclusive=False)
             this_intent = key.of(intents) & (intents.c.model_call_id == model_call_id)
-            if fence.state is not FenceState.OPEN and _stored_txn(
+            if fence.state is not FenceState.OPEN and written_txn(
                 connection, this_intent, intents.c.begun_at, stamp
             ):
                 return
@@ -146,8 +90,9 @@ class SqlTokenSink(SqlStore):
             connection.execute(insert_if_absent(connection, intents), _intent(key, model_call_id, stamp))
 
         call = NewCall(_intent(key, model_call_id, stamp), stamp)
-        if not await self._database.write_together(_INTENTS.shared, call, rollout=key, size=_INTENT_SIZE):
-            await self._database.write(announce)
+        with self._database.doors() as doors:
+            if not await doors.write_together(_INTENTS.shared, call, rollout=key, size=_INTENT_SIZE):
+                await doors.write(announce)
 
     async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
         """Record that the engine refused a call, so that its intent does not dangle. `code` is the engine's own.
@@ -225,10 +170,34 @@ class SqlTokenSink(SqlStore):
         await self._database.write(mark)
 
 
-def _stored_txn(connection: Connection, this_call: Any, stamped_at: Any, stamp: Stamp) -> bool:
-    """Return whether an earlier try of this very write was committed, though its answer was lost."""
-    written = this_call & (stamped_at == stamp.at) & (stamped_at.table.c.written_by == stamp.by)
-    return connection.scalar(select(literal(1)).where(written)) is not None
+async def _base(
+    doors: Doors, sequences: KnownSequences, key: RolloutKey, entry: TokenEntry, packed: PackedEntry
+) -> Base | None:
+    """Return the sequence of the parent, if it is proven that the prompt begins with it."""
+    parent = entry.parent_call_id
+    if entry.prompt_is_delta or not is_call_id(parent):
+        return None
+    known = sequences.find(key, parent)
+    if known is not None:
+        base: Base | None = known.base()
+    else:
+        base = await doors.read(lambda connection: find_base_txn(connection, key, parent))
+    if base is None or base.length > packed.prompt_len or packed.prefix_digest(base.length) != base.digest:
+        return None
+    return base
+
+
+async def _put_alone(doors: Doors, put: Put) -> None:
+    while not await doors.write(put.store_txn):
+        fields = await doors.write(put.compare_txn)
+        if fields:
+            raise PayloadConflictError(
+                f"model call {put.entry.model_call_id} of rollout {put.key.rollout_id} was stored before with "
+                f"other bytes (differing: {', '.join(fields)}); the first payload stays and the rollout is "
+                "incomplete"
+            )
+        if fields is not None:
+            return
 
 
 def _intent(key: RolloutKey, model_call_id: str, stamp: Stamp) -> dict[str, Any]:
@@ -240,40 +209,3 @@ def _intent(key: RolloutKey, model_call_id: str, stamp: Stamp) -> dict[str, Any]
         "refused_at": None,
         "written_by": stamp.by,
     }
-
-
-def _audit_columns(entry: TokenEntry, packed: PackedEntry) -> dict[str, Any]:
-    return {
-        "model_call_id": entry.model_call_id,
-        "model": _audit_text(entry.model),
-        "response_id": _audit_text(entry.response_id),
-        "prompt_len": len(entry.prompt_token_ids),
-        "generation_len": len(entry.generation_token_ids),
-        "cum_len": entry.cum_len,
-        "token_width": packed.token_width,
-        "digest": _audit_text(entry.digest),
-        "parent_call_id": _audit_text(entry.parent_call_id),
-        "parent_resolution": entry.parent_resolution,
-        "parent_resolution_reason": _audit_text(entry.parent_resolution_reason),
-        "prompt_is_delta": entry.prompt_is_delta,
-        "continuation_fingerprint": _audit_text(entry.continuation_fingerprint),
-        "continuation_context_len": entry.continuation_context_len,
-        "continuation_context_digest": _audit_text(entry.continuation_context_digest),
-        "fingerprint_version": entry.fingerprint_version,
-        # SQLite would store NaN as NULL; the payload has the exact value.
-        "created_at": entry.created_at if entry.created_at == entry.created_at else None,
-        "payload": packed.payload,
-        "payload_sha256": packed.sha256,
-        "shared_len": 0,
-        "stored_sha256": None,
-        "sequence_proven": packed.digest is not None
-        and (entry.cum_len, entry.digest) == (packed.length, packed.digest),
-    }
-
-
-def _audit_text(text: str | None) -> str | None:
-    # PostgreSQL's text has no NUL and an indexed value has a limit. The payload keeps the exact text.
-    if text is None:
-        return None
-    text = text.replace("\0", "\ufffd")
-    return text if len(text) <= _LONGEST_AUDIT_TEXT else text[: _LONGEST_AUDIT_TEXT - 1] + "…"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, exists, literal, select
+from sqlalchemy import Connection, select
 
 from tokencustody.errors import InvalidRecordError
 from tokencustody.protocols import CallRefusal, TokenCaptureSnapshot
-from tokencustody.sql.codec import unpack_entry
-from tokencustody.sql.tables import FenceState, VersionEvent, entries, intents, stored_payload
+from tokencustody.sql.chains import unpack_calls
+from tokencustody.sql.tables import FenceState, VersionEvent, entries, intents
 from tokencustody.store.base import now
 from tokencustody.store.fence import (
     RolloutKey,
@@ -23,6 +24,7 @@ from tokencustody.store.fence import (
     refuse_if_retired,
 )
 from tokencustody.store.ids import check_rollout_id
+from tokencustody.store.reading import all_calls_txn
 from tokencustody.store.removal import RolloutRemover, remove_records_txn
 
 
@@ -70,28 +72,20 @@ class SqlTokenSource(RolloutRemover):
                     incomplete=incomplete,
                     frozen_at=stamp.at,
                 )
-            calls = connection.execute(
-                select(entries.c.model_call_id, stored_payload, entries.c.payload_sha256).where(
-                    key.of(entries)
-                )
-            )
+            calls = all_calls_txn(connection, key)
             refused = connection.execute(
                 select(intents.c.model_call_id, intents.c.refusal_code)
                 .where(key.of(intents), intents.c.refusal_code.is_not(None))
                 .order_by(intents.c.model_call_id)
             )
             refusals = tuple(CallRefusal(row.model_call_id, row.refusal_code) for row in refused)
-            return _Frozen(snapshot_id, version, incomplete, calls.all(), refusals)
+            return _Frozen(snapshot_id, version, incomplete, calls, refusals)
 
         frozen = await self._database.write(raise_fence)
         return TokenCaptureSnapshot(
             rollout_id=rollout_id,
-            entries=tuple(
-                unpack_entry(
-                    row.payload, row.payload_sha256, rollout_id=rollout_id, model_call_id=row.model_call_id
-                )
-                for row in frozen.calls
-            ),
+            # In a thread, for other rollouts go on meanwhile.
+            entries=tuple(await asyncio.to_thread(unpack_calls, rollout_id, frozen.calls)),
             incomplete=frozen.incomplete,
             snapshot_id=frozen.snapshot_id,
             version=frozen.version,
@@ -136,6 +130,8 @@ class SqlTokenSource(RolloutRemover):
 
 
 def _has_dangling_intent_txn(connection: Connection, key: RolloutKey) -> bool:
-    captured = exists().where(key.of(entries), entries.c.model_call_id == intents.c.model_call_id)
-    dangling = select(literal(1)).where(key.of(intents), intents.c.refusal_code.is_(None), ~captured).limit(1)
+    # EXCEPT rather than NOT EXISTS: without statistics PostgreSQL would read every entry again for each intent.
+    announced = select(intents.c.model_call_id).where(key.of(intents), intents.c.refusal_code.is_(None))
+    captured = select(entries.c.model_call_id).where(key.of(entries))
+    dangling = announced.except_(captured).limit(1)
     return connection.execute(dangling).first() is not None

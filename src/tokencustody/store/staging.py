@@ -20,7 +20,7 @@ from tokencustody.errors import (
     StoreUnavailableError,
 )
 from tokencustody.sql.coalescing import Coalesce
-from tokencustody.sql.dialects import insert_if_absent
+from tokencustody.sql.dialects import insert_if_absent, looked_up
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
 from tokencustody.sql.staged_codec import (
     CALL_COLUMNS,
@@ -180,8 +180,7 @@ class SqlStagingStore(DatabaseClient):
         def remove(connection: Connection) -> None:
             for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
                 # Locked, so that nobody compares a repeat with a call that is half gone.
-                locking = self._asked_for(chunk, _IDS).with_for_update(of=staged_calls)
-                found = connection.execute(locking).all()
+                found = connection.execute(self._asked_for(connection, chunk, _IDS, lock=True)).all()
                 # Added up: a repeat after a commit whose answer was lost finds nothing left to remove.
                 removed.update(staging_key(*row) for row in found)
                 for table in (staged_attachments, staged_calls):
@@ -266,7 +265,7 @@ class SqlStagingStore(DatabaseClient):
         def read(connection: Connection) -> dict[str, Any]:
             rows = {}
             for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
-                found = connection.execute(self._asked_for(chunk, columns))
+                found = connection.execute(self._asked_for(connection, chunk, columns))
                 rows.update({staging_key(row.rollout_id, row.model_call_id): row for row in found})
             return rows
 
@@ -276,13 +275,22 @@ class SqlStagingStore(DatabaseClient):
         return rows
 
     def _asked_for(
-        self, keys: Sequence[tuple[str, str]], columns: Sequence[ColumnElement[Any]]
+        self,
+        connection: Connection,
+        keys: Sequence[tuple[str, str]],
+        columns: Sequence[ColumnElement[Any]],
+        *,
+        lock: bool = False,
     ) -> Select[Any]:
         """Return the query for these calls, which looks each of them up by its primary key."""
         # A list of pairs in an IN would make SQLite read the whole run, and PostgreSQL plan for longer than it reads.
         asked = values(column("rollout_id", Text), column("model_call_id", Text)).data(keys).cte("asked")
-        is_asked = (_CALL.rollout_id == asked.c.rollout_id) & (_CALL.model_call_id == asked.c.model_call_id)
-        return select(*columns).select_from(asked).join(staged_calls, (_CALL.run == self.run) & is_asked)
+        is_asked = and_(
+            _CALL.run == self.run,
+            _CALL.rollout_id == asked.c.rollout_id,
+            _CALL.model_call_id == asked.c.model_call_id,
+        )
+        return looked_up(connection, asked, staged_calls, columns, is_asked, lock=lock)
 
     def _of_call(self, table: Any, key: tuple[str, str]) -> ColumnElement[bool]:
         """Return the condition that a row of `table` belongs to this call."""

@@ -1,0 +1,187 @@
+"""One call on its way into the store: with others in one statement, or alone when that did not store it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, literal, select
+
+from tokencustody.errors import CorruptEntryError, LineageError
+from tokencustody.records import TokenEntry, compute_digest
+from tokencustody.sql.chains import unpack_calls, unpack_chain
+from tokencustody.sql.codec import PackedEntry, SharedPayload, differing_fields, without_prefix
+from tokencustody.sql.dialects import insert_if_absent
+from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries
+from tokencustody.store.fence import (
+    RolloutKey,
+    Stamp,
+    fail_txn,
+    happened_txn,
+    lock_fence_txn,
+    refuse_if_frozen,
+)
+from tokencustody.store.inserting import NewCall, base_is_there_txn
+from tokencustody.store.reading import chain_txn, is_conflicting
+from tokencustody.store.sequences import Base
+
+_LONGEST_AUDIT_TEXT = 512
+
+
+@dataclass(frozen=True)
+class Put:
+    """A packed call, the stamp of its writing, and the sequence of its parent if its prompt begins with it."""
+
+    key: RolloutKey
+    entry: TokenEntry
+    packed: PackedEntry
+    stamp: Stamp
+    base: Base | None
+
+    @cached_property
+    def call(self) -> NewCall:
+        """The row, without the prefix that the parent holds."""
+        if self.base is None or not self.base.length:
+            return self.whole_call
+        shared = without_prefix(self.packed, self.base.length)
+        return NewCall(self._row(shared), self.stamp, self.base.payload_sha256)
+
+    @cached_property
+    def whole_call(self) -> NewCall:
+        """The row with the whole prompt."""
+        return NewCall(self._row(None), self.stamp)
+
+    @property
+    def proves_sequence(self) -> bool:
+        """Whether the call records the digest and the length that its own ids have."""
+        return self.packed.digest is not None and (self.entry.digest, self.entry.cum_len) == (
+            self.packed.digest,
+            self.packed.length,
+        )
+
+    def store_txn(self, connection: Connection) -> bool:
+        """Store the call, alone; return False when its id is taken by other bytes.
+
+        Raises TokenCaptureFrozenError or TokenCaptureRetiredError after the fence.
+        """
+        fence = lock_fence_txn(connection, self.key, self.stamp, exclusive=False)
+        if fence.state is not FenceState.OPEN and written_txn(
+            connection, self._this_call, entries.c.committed_at, self.stamp
+        ):
+            return True
+        refuse_if_frozen(fence, self.key, f"call {self.entry.model_call_id}")
+        call = self.call if base_is_there_txn(connection, self.call) else self.whole_call
+        if connection.execute(insert_if_absent(connection, entries), call.row).rowcount:
+            return True
+        held: str | None = connection.scalar(select(entries.c.payload_sha256).where(self._this_call))
+        return held == self.packed.sha256
+
+    def compare_txn(self, connection: Connection) -> list[str] | None:
+        """Return the fields in which the stored call differs, kept as evidence; None when there is no such call.
+
+        No fields: the same payload. It takes the fence exclusively, for upgrading the share lock would deadlock two
+        conflicting writers.
+        """
+        fence = lock_fence_txn(connection, self.key, self.stamp, exclusive=True)
+        recorded = happened_txn(connection, self.key, self.stamp)
+        call_id = self.entry.model_call_id
+        if not recorded:
+            refuse_if_frozen(fence, self.key, f"call {call_id}")
+        first: str | None = connection.scalar(select(entries.c.payload_sha256).where(self._this_call))
+        if first is None or first == self.packed.sha256:
+            return None
+        fields = differing_fields(read_call_txn(connection, self.key, call_id), self.entry)
+        if fields and not recorded:
+            fail_txn(
+                connection,
+                self.key,
+                fence,
+                VersionEvent.CONFLICT,
+                FailureKind.CONFLICT,
+                self.stamp,
+                model_call_id=call_id,
+                first=first,
+                second=self.packed.sha256,
+                differing=",".join(fields).replace("\0", "\ufffd"),
+            )
+        return fields
+
+    @cached_property
+    def _this_call(self) -> ColumnElement[bool]:
+        return and_(self.key.of(entries), entries.c.model_call_id == self.entry.model_call_id)
+
+    def _row(self, shared: SharedPayload | None) -> dict[str, Any]:
+        entry, packed = self.entry, self.packed
+        return {
+            "run": self.key.run,
+            "rollout_id": self.key.rollout_id,
+            "model_call_id": entry.model_call_id,
+            "model": _audit_text(entry.model),
+            "response_id": _audit_text(entry.response_id),
+            "prompt_len": packed.prompt_len,
+            "generation_len": packed.length - packed.prompt_len,
+            "cum_len": entry.cum_len,
+            "token_width": packed.token_width,
+            "digest": _audit_text(entry.digest),
+            "parent_call_id": _audit_text(entry.parent_call_id),
+            "parent_resolution": entry.parent_resolution,
+            "parent_resolution_reason": _audit_text(entry.parent_resolution_reason),
+            "prompt_is_delta": entry.prompt_is_delta,
+            "continuation_fingerprint": _audit_text(entry.continuation_fingerprint),
+            "continuation_context_len": entry.continuation_context_len,
+            "continuation_context_digest": _audit_text(entry.continuation_context_digest),
+            "fingerprint_version": entry.fingerprint_version,
+            # SQLite would store NaN as NULL; the payload has the exact value.
+            "created_at": entry.created_at if entry.created_at == entry.created_at else None,
+            "committed_at": self.stamp.at,
+            "written_by": self.stamp.by,
+            "payload": packed.payload if shared is None else shared.payload,
+            "payload_sha256": packed.sha256,
+            "shared_len": 0 if shared is None or self.base is None else self.base.length,
+            "stored_sha256": None if shared is None else shared.sha256,
+            "sequence_proven": self.proves_sequence,
+        }
+
+
+def written_txn(
+    connection: Connection, this_call: ColumnElement[bool], stamped_at: Any, stamp: Stamp
+) -> bool:
+    """Return whether an earlier try of this very write was committed, though its answer was lost."""
+    written = this_call & (stamped_at == stamp.at) & (stamped_at.table.c.written_by == stamp.by)
+    return connection.scalar(select(literal(1)).where(written)) is not None
+
+
+def read_call_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> TokenEntry:
+    """Return a call that is stored, as it was written. Raises CorruptEntryError."""
+    chain = unpack_calls(key.rollout_id, chain_txn(connection, key, model_call_id))
+    return next(entry for entry in chain if entry.model_call_id == model_call_id)
+
+
+def find_base_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> Base | None:
+    """Return what the children of a call must begin with to share its sequence.
+
+    None when the call is missing or conflicting, or when its sequence cannot be proven.
+    """
+    found = connection.execute(
+        select(
+            entries.c.payload_sha256, entries.c.digest, entries.c.cum_len, entries.c.sequence_proven
+        ).where(key.of(entries), entries.c.model_call_id == model_call_id, ~is_conflicting(key))
+    ).one_or_none()
+    if found is None:
+        return None
+    if found.sequence_proven:
+        return Base(found.payload_sha256, found.cum_len, found.digest)
+    try:
+        _, ids = unpack_chain(key.rollout_id, chain_txn(connection, key, model_call_id), model_call_id)
+    except (CorruptEntryError, LineageError):
+        return None
+    return Base(found.payload_sha256, len(ids), compute_digest(ids))
+
+
+def _audit_text(text: str | None) -> str | None:
+    # PostgreSQL's text has no NUL and an indexed value has a limit. The payload keeps the exact text.
+    if text is None:
+        return None
+    text = text.replace("\0", "\ufffd")
+    return text if len(text) <= _LONGEST_AUDIT_TEXT else text[: _LONGEST_AUDIT_TEXT - 1] + "…"

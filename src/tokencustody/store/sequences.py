@@ -1,0 +1,78 @@
+"""Whole sequences of calls that this process wrote or resolved: what children share, and what resolution returns.
+
+Nothing is taken from here unless the database still holds the call with the same payload hash, asked in the same
+transaction; so a rollout that another process retired or deleted is never served.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from threading import Lock
+
+from tokencustody.sql.codec import ids_of_uint64s
+from tokencustody.store.fence import RolloutKey
+
+_MOST_BYTES = 64 * 2**20
+# About what an item takes beside its ids.
+_OVERHEAD = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What a child must begin with to share a parent's sequence: `length` ids that have `digest`."""
+
+    payload_sha256: str
+    length: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSequence:
+    """The prompt and generated ids of a call, as 64-bit integers, and `compute_digest` of them.
+
+    `payload_sha256` is the identity of the payload in which they were seen.
+    """
+
+    payload_sha256: str
+    digest: str
+    uint64s: bytes
+
+    def base(self) -> Base:
+        """Return what a child needs of it."""
+        return Base(self.payload_sha256, len(self.uint64s) // 8, self.digest)
+
+    def token_ids(self) -> tuple[int, ...]:
+        """Return the ids."""
+        return tuple(ids_of_uint64s(self.uint64s))
+
+
+class KnownSequences:
+    """The sequences that were used last, within a bound of memory. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._held: OrderedDict[tuple[RolloutKey, str], KnownSequence] = OrderedDict()
+        self._bytes = 0
+
+    def find(self, key: RolloutKey, model_call_id: str) -> KnownSequence | None:
+        """Return the sequence of a call as it was last seen."""
+        with self._lock:
+            known = self._held.get((key, model_call_id))
+            if known is not None:
+                self._held.move_to_end((key, model_call_id))
+            return known
+
+    def keep(self, key: RolloutKey, model_call_id: str, sequence: KnownSequence) -> None:
+        """Keep a sequence, in place of those that were not used for longest if need be."""
+        with self._lock:
+            replaced = self._held.pop((key, model_call_id), None)
+            self._held[key, model_call_id] = sequence
+            self._bytes += _size(sequence) - (_size(replaced) if replaced is not None else 0)
+            while self._bytes > _MOST_BYTES:
+                _, oldest = self._held.popitem(last=False)
+                self._bytes -= _size(oldest)
+
+
+def _size(sequence: KnownSequence) -> int:
+    return len(sequence.uint64s) + _OVERHEAD
