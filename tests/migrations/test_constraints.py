@@ -123,9 +123,8 @@ STORED = [row for row in VALID.items() if row[0] != "wire_schema"]
 ELSEWHERE = {"rollout_id": "rollout-without-a-fence"}
 SECOND = {"model_call_id": "other", "position": 2}
 OTHER = {"model_call_id": "other"}
-# What a call that leaves out its parent's sequence, and one whose sequence is proven, have besides.
+# What a call that leaves out its parent's sequencehas besides.
 SHARED = {"prompt_len": 3, "shared_len": 3, "parent_call_id": "call", "stored_sha256": "1" * 64}
-PROVEN = {"sequence_proven": True, "cum_len": 0, "digest": "0" * 64}
 
 # Constraint, and what turns the table's valid row into one that it must refuse.
 VIOLATIONS: list[tuple[str, str, dict[str, Any]]] = [
@@ -154,8 +153,6 @@ VIOLATIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("entries", "ck_entries_shared_has_stored_sha256", OTHER | SHARED | {"stored_sha256": None}),
     ("entries", "ck_entries_shared_has_stored_sha256", OTHER | SHARED | {"shared_len": 0}),
     ("entries", "ck_entries_stored_sha256", OTHER | SHARED | {"stored_sha256": ""}),
-    ("entries", "ck_entries_proven_has_digest", OTHER | PROVEN | {"digest": None}),
-    ("entries", "ck_entries_proven_has_digest", OTHER | PROVEN | {"cum_len": None}),
     ("intents", "pk_intents", {}),
     ("intents", "fk_intents_fence", ELSEWHERE),
     ("intents", "ck_intents_refusal", {"model_call_id": "other", "refusal_code": "code"}),
@@ -281,8 +278,8 @@ async def test_the_named_constraint_refuses_the_row(
         assert said.startswith(f"{constraint} ")
 
 
-async def test_a_call_that_shares_its_prompt_and_is_proven_is_accepted(store_url: str) -> None:
-    await insert_rows(store_url, *STORED, ("entries", VALID["entries"] | OTHER | SHARED | PROVEN))
+async def test_a_call_that_shares_its_prompt_is_accepted(store_url: str) -> None:
+    await insert_rows(store_url, *STORED, ("entries", VALID["entries"] | OTHER | SHARED))
 
 
 async def test_each_required_column_refuses_null(store_url: str) -> None:

@@ -37,14 +37,14 @@ def share(url: str) -> None:
     probes.run_script(url, f"UPDATE entries SET {changes} WHERE model_call_id = 'child'")
 
 
-def test_calls_that_were_stored_before_share_nothing_and_count_as_unproven(filled_url: str) -> None:
+def test_calls_that_were_stored_before_share_nothing(filled_url: str) -> None:
     before = probes.rows(filled_url, "SELECT model_call_id, payload, payload_sha256 FROM entries")
     migrate.upgrade(filled_url, AFTER)
     after = probes.rows(filled_url, "SELECT model_call_id, payload, payload_sha256 FROM entries")
     assert sorted(after) == sorted(before)
     assert len(after) > 5
-    columns = "shared_len, stored_sha256, sequence_proven"
-    assert probes.rows(filled_url, f"SELECT DISTINCT {columns} FROM entries") == [(0, None, False)]
+    columns = "shared_len, stored_sha256"
+    assert probes.rows(filled_url, f"SELECT DISTINCT {columns} FROM entries") == [(0, None)]
 
 
 def test_an_upgrade_that_fails_leaves_every_call_as_it_was(filled_url: str) -> None:

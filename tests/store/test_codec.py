@@ -8,7 +8,6 @@ import math
 import random
 import struct
 from array import array
-from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -18,10 +17,10 @@ from hypothesis import strategies as st
 
 from tests.store.rows import rows_of, run_sql
 from tests.support.entries import make_entry
-from tokencustody import CaptureStore, TokenEntry, compute_digest, open_store
+from tokencustody import CaptureStore, TokenEntry, open_store
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.sql import tables
-from tokencustody.sql.codec import pack_entry, unpack_entry, validated, without_prefix
+from tokencustody.sql.codec import PackedIds, pack_entry, unpack_entry, validated, without_prefix
 
 IDS = st.integers(0, 2**64 - 1) | st.integers(0, 200_000)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -179,34 +178,40 @@ def test_the_payload_of_a_call_is_the_one_that_earlier_releases_stored() -> None
 
 
 @given(prompt=st.lists(IDS, max_size=9), generation=st.lists(IDS, max_size=9))
-def test_a_packed_call_knows_its_sequence_by_length_and_digest_and_every_prefix_of_its_prompt(
-    prompt: list[int], generation: list[int]
-) -> None:
+def test_a_packed_call_knows_its_sequence(prompt: list[int], generation: list[int]) -> None:
     packed = pack_entry(make_entry(prompt=prompt, generation=generation))
     assert (packed.prompt_len, packed.length) == (len(prompt), len(prompt + generation))
-    assert packed.digest == compute_digest(prompt + generation)
+    assert packed.sequence().token_ids() == prompt + generation
+
+
+@given(
+    prompt=st.lists(IDS, max_size=9), generation=st.lists(IDS, max_size=9), other=st.lists(IDS, max_size=9)
+)
+def test_a_prompt_begins_with_its_own_beginnings_of_whatever_width_and_with_nothing_else(
+    prompt: list[int], generation: list[int], other: list[int]
+) -> None:
+    packed = pack_entry(make_entry(prompt=prompt, generation=generation))
     for length in range(len(prompt) + 1):
-        assert packed.prefix_digest(length) == compute_digest(prompt[:length])
+        assert packed.begins_with(PackedIds.of(prompt[:length]))
+    assert packed.begins_with(PackedIds.of(other)) == (prompt[: len(other)] == other)
+    assert not packed.begins_with(PackedIds.of([*prompt, 7]))
 
 
 @pytest.mark.parametrize("length", [-1, 5])
 def test_a_prefix_ends_within_the_prompt(length: int) -> None:
-    packed = pack_entry(make_entry())
-    for ask in (packed.prefix_digest, partial(without_prefix, packed)):
-        with pytest.raises(ValueError, match=f"a prompt of 4 ids has no prefix of {length}"):
-            ask(length)
+    with pytest.raises(ValueError, match=f"a prompt of 4 ids has no prefix of {length}"):
+        without_prefix(pack_entry(make_entry()), length)
 
 
-def test_a_delta_prompt_has_neither_the_digest_of_a_sequence_nor_a_prefix() -> None:
+def test_a_delta_prompt_has_no_prefix() -> None:
     packed = pack_entry(
         make_entry(
             parent="call-0", cumulative=[9, 10, 11, 12, 13, 30, 31, 32], prompt=[13], prompt_is_delta=True
         )
     )
-    assert (packed.digest, packed.length) == (None, 4)
-    for ask in (packed.prefix_digest, partial(without_prefix, packed)):
-        with pytest.raises(ValueError, match="a delta prompt begins in its parent"):
-            ask(1)
+    assert not packed.begins_with(PackedIds.of([13]))
+    with pytest.raises(ValueError, match="a delta prompt begins in its parent"):
+        without_prefix(packed, 1)
 
 
 def test_a_payload_without_its_beginning_is_not_read_as_a_whole_one() -> None:

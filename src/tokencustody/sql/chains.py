@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokencustody.errors import CorruptEntryError, LineageError
-from tokencustody.records import TokenEntry, digest_of_uint64s
-from tokencustody.sql.codec import StoredCall, pack_ids, read_call, uint64s, where
+from tokencustody.records import TokenEntry
+from tokencustody.sql.codec import StoredCall, digest_of_ids, pack_ids, read_call, where
 
 
 def unpack_calls(rollout_id: str, rows: Iterable[Any]) -> list[TokenEntry]:
@@ -39,14 +39,14 @@ def unpack_calls(rollout_id: str, rows: Iterable[Any]) -> list[TokenEntry]:
 
 
 def unpack_chain(
-    rollout_id: str, rows: Iterable[Any], model_call_id: str
-) -> tuple[TokenEntry, tuple[int, ...]]:
+    rollout_id: str, rows: Iterable[Any], model_call_id: str, *, prove: bool = True
+) -> tuple[TokenEntry, list[int]]:
     """Return the entry of one call and its whole sequence, given the rows of its chain in any order.
 
     The chain runs from a call whose whole prompt is stored down to the call that is asked for; each call after the
     first was stored without the beginning of its prompt, or is a delta on the one before it. Raises CorruptEntryError
-    as `unpack_calls` does, LineageError for a delta without its parents or without a digest, and when the sequence
-    does not have the digest or the length that the call records.
+    as `unpack_calls` does, LineageError for a delta without its parents; with `prove`, also for one without a digest,
+    and when the sequence does not have the digest or the length that the call records.
     """
     chain = _chain_up(rollout_id, {row.model_call_id: row for row in rows}, model_call_id)
     (row, call), above = chain[0], chain[:0:-1]
@@ -58,11 +58,17 @@ def unpack_chain(
         entry = _rebuilt(call, row.payload_sha256, ids)
         ids += entry.prompt_token_ids[call.shared_len or 0 :]
         ids += entry.generation_token_ids
-        _check_recorded(entry, ids)
+        if prove:
+            if entry.prompt_is_delta and not entry.digest:
+                raise LineageError(
+                    f"{where(rollout_id, model_call_id)} has a delta prompt and no digest, so its sequence cannot be "
+                    "proven"
+                )
+            check_recorded(rollout_id, model_call_id, ids, entry.cum_len, entry.digest)
     except (CorruptEntryError, LineageError):
         unpack_calls(rollout_id, [row for row, _ in above])  # names an ancestor, if that is the wrong one
         raise
-    return entry, tuple(ids)
+    return entry, ids
 
 
 @dataclass(slots=True)
@@ -216,13 +222,13 @@ def _chain_up(rollout_id: str, rows: dict[str, Any], model_call_id: str) -> list
     raise LineageError(f"{where(rollout_id, chain[-1][0].model_call_id)}: its parent chain is broken")
 
 
-def _check_recorded(entry: TokenEntry, ids: list[int]) -> None:
-    this_call = where(entry.rollout_id, entry.model_call_id)
-    if entry.cum_len is not None and entry.cum_len != len(ids):
+def check_recorded(
+    rollout_id: str, model_call_id: str, ids: list[int], cum_len: int | None, digest: str | None
+) -> None:
+    """Raise LineageError unless a call's whole sequence has the length and the digest that it records, if any."""
+    if cum_len is not None and cum_len != len(ids):
         raise LineageError(
-            f"{this_call} records a sequence of {entry.cum_len} tokens, but its chain has {len(ids)}"
+            f"{where(rollout_id, model_call_id)} records a sequence of {cum_len} tokens, but its chain has {len(ids)}"
         )
-    if entry.prompt_is_delta and not entry.digest:
-        raise LineageError(f"{this_call} has a delta prompt and no digest, so its sequence cannot be proven")
-    if entry.digest and entry.digest != digest_of_uint64s(uint64s(ids)):
-        raise LineageError(f"{this_call}: its chain has another digest")
+    if digest and digest != digest_of_ids(ids):
+        raise LineageError(f"{where(rollout_id, model_call_id)}: its chain has another digest")

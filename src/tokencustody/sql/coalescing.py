@@ -7,6 +7,7 @@ gathered. So a lone call is never delayed, and under load a commit is paid for b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ Answer = TypeVar("Answer")
 
 _MOST_CALLS = 128
 _MOST_BYTES = 8 * 2**20
+_ANSWERS_AT_ONCE = 8
+# In seconds: the batch that ran out of time knows why, so its answer is waited for.
+_GRACE = 0.1
 # What may wait, in all batches together, before further callers wait outside.
 _MOST_WAITING_BYTES = 64 * 2**20
 
@@ -38,6 +42,7 @@ class _Call(Generic[Item, Answer]):
     item: Item
     size: int
     group: Hashable
+    give_up: float
     answer: asyncio.Future[Answer]
     batch: _Batch[Item, Answer] | None = None
 
@@ -45,7 +50,7 @@ class _Call(Generic[Item, Answer]):
 @dataclass(eq=False, slots=True)
 class _Batch(Generic[Item, Answer]):
     calls: list[_Call[Item, Answer]]
-    task: asyncio.Task[Sequence[Answer | Exception]] | None = None
+    task: asyncio.Task[None] | None = None
     abandoned: int = 0
 
 
@@ -53,58 +58,87 @@ class _Batch(Generic[Item, Answer]):
 class Gatherer(Generic[Item, Answer]):
     """Gathers the calls of one kind in one event loop.
 
-    `run` answers a batch in the order of its items; what it raises is every call's answer, except that calls of a batch
-    which failed for another reason than an unavailable database are run again one by one, so that a bad one fails
-    alone. At most `lanes` batches run at a time.
+    `run` answers a batch in the order of its items before the loop's clock reads the given time. What it raises is
+    every call's answer, except that the calls of a batch which failed for another reason than an unavailable database
+    are run again one by one, so that a bad one fails alone. At most `lanes` batches run at a time.
     """
 
-    run: Callable[[Sequence[Item]], Awaitable[Sequence[Answer]]]
+    run: Callable[[Sequence[Item], float], Awaitable[Sequence[Answer]]]
     lanes: int
     coalesce: Coalesce
     _groups: dict[Hashable, deque[_Call[Item, Answer]]] = field(default_factory=dict)
     _running: set[_Batch[Item, Answer]] = field(default_factory=set)
     _bytes: int = 0
-    _outside: deque[asyncio.Future[None]] = field(default_factory=deque)
+    _outside: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
 
-    async def submit(self, item: Item, *, rollout: Hashable, size: int) -> Answer:
-        """Return the answer for `item`, of `size` bytes. A cancelled call is over when this raises, unless others wait
-        for the same transaction."""
-        while self._bytes and self._bytes + size > _MOST_WAITING_BYTES:
-            await self._room()
-        group = {Coalesce.PROCESS: None, Coalesce.ROLLOUT: rollout, Coalesce.OFF: object()}[self.coalesce]
-        call: _Call[Item, Answer] = _Call(item, size, group, asyncio.get_running_loop().create_future())
-        self._groups.setdefault(group, deque()).append(call)
-        self._bytes += size
-        self._start()
+    async def submit(self, item: Item, *, rollout: Hashable, size: int, give_up: float) -> Answer:
+        """Return the answer for `item`, of `size` bytes.
+
+        Raises TimeoutError soon after the loop's clock reads `give_up`. A call that is cancelled or out of time
+        is over when this raises, unless others wait for the same transaction.
+        """
+        call: _Call[Item, Answer] | None = None
         try:
-            return await call.answer
-        except asyncio.CancelledError:
-            await self._abandon(call)
+            async with asyncio.timeout_at(give_up + _GRACE):
+                await self._room(size)
+                answer = asyncio.get_running_loop().create_future()
+                call = _Call(item, size, self._group(rollout), give_up, answer)
+                self._groups.setdefault(call.group, deque()).append(call)
+                self._start()
+                return await call.answer
+        except (asyncio.CancelledError, TimeoutError):
+            if call is not None:
+                await self._abandon(call)
             raise
 
-    async def _room(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._outside.append(waiter)
+    def _group(self, rollout: Hashable) -> Hashable:
+        match self.coalesce:
+            case Coalesce.PROCESS:
+                return None
+            case Coalesce.ROLLOUT:
+                return rollout
+            case Coalesce.OFF:
+                return object()
+
+    # Room for bytes is given in the order in which callers came, and taken before they are woken.
+
+    async def _room(self, size: int) -> None:
+        if not self._outside and self._fits(size):
+            self._bytes += size
+            return
+        let_in = asyncio.get_running_loop().create_future()
+        place = (size, let_in)
+        self._outside.append(place)
         try:
-            await waiter
+            await let_in
         except asyncio.CancelledError:
-            # It may have been woken for room that it no longer wants.
-            self._wake()
+            if let_in.cancelled():
+                with contextlib.suppress(ValueError):
+                    self._outside.remove(place)
+                # It may have stood before others for whom there is room.
+                self._release(0)
+            else:
+                self._release(size)
             raise
 
-    def _wake(self) -> None:
-        while self._outside:
-            waiter = self._outside.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
+    def _fits(self, size: int) -> bool:
+        # However large, a call finds room where nothing else waits.
+        return not self._bytes or self._bytes + size <= _MOST_WAITING_BYTES
+
+    def _release(self, size: int) -> None:
+        self._bytes -= size
+        while self._outside and self._fits(self._outside[0][0]):
+            needed, let_in = self._outside.popleft()
+            if not let_in.cancelled():
+                self._bytes += needed
+                let_in.set_result(None)
 
     def _start(self) -> None:
         while self._groups and len(self._running) < self.lanes:
             batch = self._take()
             self._running.add(batch)
-            batch.task = asyncio.get_running_loop().create_task(self._answers(batch.calls))
-            batch.task.add_done_callback(partial(self._end, batch))
+            batch.task = asyncio.get_running_loop().create_task(self._run(batch))
+            batch.task.add_done_callback(partial(self._give_up, batch))
 
     def _take(self) -> _Batch[Item, Answer]:
         group, waiting = next(iter(self._groups.items()))
@@ -122,9 +156,24 @@ class Gatherer(Generic[Item, Answer]):
             call.batch = batch
         return batch
 
+    async def _run(self, batch: _Batch[Item, Answer]) -> None:
+        answers = await self._answers(batch.calls)
+        # Before the callers go on: what they do next should not keep the lane waiting.
+        self._end(batch)
+        for number, (call, answer) in enumerate(zip(batch.calls, answers, strict=True), 1):
+            if number % _ANSWERS_AT_ONCE == 0:
+                # Else all callers would prepare their next call while the lane has nothing to do.
+                await asyncio.sleep(0)
+            if call.answer.done():
+                continue
+            if isinstance(answer, Exception):
+                call.answer.set_exception(answer)
+            else:
+                call.answer.set_result(answer)
+
     async def _answers(self, calls: Sequence[_Call[Item, Answer]]) -> Sequence[Answer | Exception]:
         try:
-            return await self.run([call.item for call in calls])
+            return await self.run([call.item for call in calls], max(call.give_up for call in calls))
         except StoreUnavailableError as exc:
             return [exc for _ in calls]
         except Exception as exc:
@@ -132,22 +181,18 @@ class Gatherer(Generic[Item, Answer]):
                 return [exc]
             return [(await self._answers([call]))[0] for call in calls]
 
-    def _end(self, batch: _Batch[Item, Answer], task: asyncio.Task[Sequence[Answer | Exception]]) -> None:
-        self._running.discard(batch)
-        self._bytes -= sum(call.size for call in batch.calls)
-        # Before the callers go on: what they do next should not keep the lane waiting.
-        self._start()
+    def _give_up(self, batch: _Batch[Item, Answer], task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            return
-        for call, answer in zip(batch.calls, task.result(), strict=True):
-            if call.answer.done():
-                continue
-            if isinstance(answer, Exception):
-                call.answer.set_exception(answer)
-            else:
-                call.answer.set_result(answer)
-        for _ in batch.calls:
-            self._wake()
+            self._end(batch)
+            for call in batch.calls:
+                # Nobody is left, unless somebody else cancelled the task: they must not wait for ever.
+                call.answer.cancel()
+
+    def _end(self, batch: _Batch[Item, Answer]) -> None:
+        if batch in self._running:
+            self._running.remove(batch)
+            self._start()
+            self._release(sum(call.size for call in batch.calls))
 
     async def _abandon(self, call: _Call[Item, Answer]) -> None:
         batch = call.batch
@@ -156,11 +201,10 @@ class Gatherer(Generic[Item, Answer]):
             waiting.remove(call)
             if not waiting:
                 del self._groups[call.group]
-            self._bytes -= call.size
-            self._wake()
+            self._release(call.size)
             return
         batch.abandoned += 1
-        if batch.abandoned == len(batch.calls) and batch.task is not None:
+        if batch.abandoned == len(batch.calls) and batch in self._running and batch.task is not None:
             batch.task.cancel()
             while not batch.task.done():
                 try:

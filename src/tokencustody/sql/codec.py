@@ -31,7 +31,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -58,11 +58,31 @@ _LONGEST_INT_BITS = 14_000
 
 
 @dataclass(frozen=True, slots=True)
+class PackedIds:
+    """Token ids, each `width` bytes wide as in a payload."""
+
+    width: int
+    data: bytes
+
+    @classmethod
+    def of(cls, ids: list[int]) -> PackedIds:
+        """Return validated ids packed as narrow as they can be."""
+        column = _narrowest(ids)
+        return cls(column.itemsize, _little_endian(column))
+
+    def __len__(self) -> int:
+        return len(self.data) // self.width
+
+    def token_ids(self) -> list[int]:
+        """Return the ids."""
+        return _decoded(_TYPECODES[self.width], self.data, 0, len(self))
+
+
+@dataclass(frozen=True, slots=True)
 class PackedEntry:
     """One call ready to be stored whole: its payload, the payload's SHA-256 (hex) and the width of its token ids.
 
-    `length` counts the prompt's and the generated ids, and `digest` is `compute_digest` of them: the call's whole
-    sequence, unless the prompt is a delta on the parent's. Then the digest is None.
+    `length` counts the prompt's and the generated ids.
     """
 
     payload: bytes
@@ -70,20 +90,25 @@ class PackedEntry:
     token_width: int
     prompt_len: int
     length: int
-    digest: str | None
-    sequence: bytes = field(repr=False)
+    is_delta: bool
 
-    def prefix_digest(self, length: int) -> str:
-        """Return `compute_digest` of the first `length` prompt ids.
+    def sequence(self) -> PackedIds:
+        """Return the prompt and generated ids."""
+        return PackedIds(
+            self.token_width, self.payload[_HEADER.size : _HEADER.size + self.length * self.token_width]
+        )
 
-        Raises ValueError when the prompt is shorter, and for a delta prompt, which begins in the parent.
-        """
-        self.check_prefix(length)
-        return digest_of_uint64s(memoryview(self.sequence)[: 8 * length])
+    def begins_with(self, ids: PackedIds) -> bool:
+        """Return whether the prompt begins with these ids, which are packed no wider than they need."""
+        if self.is_delta or len(ids) > self.prompt_len or ids.width > self.token_width:
+            return False
+        if ids.width < self.token_width:
+            ids = PackedIds(self.token_width, pack_ids(ids.token_ids(), self.token_width).tobytes())
+        return self.payload.startswith(ids.data, _HEADER.size)
 
     def check_prefix(self, length: int) -> None:
         """Raise ValueError when the prompt has no prefix of `length` ids."""
-        if self.digest is None:
+        if self.is_delta:
             raise ValueError("a delta prompt begins in its parent, not with a prefix of its own")
         if not 0 <= length <= self.prompt_len:
             raise ValueError(f"a prompt of {self.prompt_len} ids has no prefix of {length}")
@@ -184,7 +209,10 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
     back from JSON as it was given (a tuple, bytes, a lone surrogate, a key that is no string).
     """
     sequence = entry.prompt_token_ids + entry.generation_token_ids
-    column = _narrowest(sequence, entry)
+    try:
+        column = _narrowest(sequence)
+    except OverflowError:
+        raise _out_of_range(entry) from None
     width = column.itemsize
     fields = _fields(entry)
     for name in TOKEN_FIELDS:
@@ -199,16 +227,8 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
             text,
         )
     )
-    encoded = b"" if entry.prompt_is_delta else uint64s(sequence)
-    return PackedEntry(
-        payload,
-        hashlib.sha256(payload).hexdigest(),
-        width,
-        prompt_len,
-        len(sequence),
-        None if entry.prompt_is_delta else digest_of_uint64s(encoded),
-        encoded,
-    )
+    sha256 = hashlib.sha256(payload).hexdigest()
+    return PackedEntry(payload, sha256, width, prompt_len, len(sequence), entry.prompt_is_delta)
 
 
 def without_prefix(packed: PackedEntry, shared_len: int) -> SharedPayload:
@@ -331,31 +351,27 @@ def _fields(entry: TokenEntry) -> dict[str, Any]:
     return {**entry.__dict__, **(entry.model_extra or {})}
 
 
-def _narrowest(ids: list[int], entry: TokenEntry) -> array[int]:
-    for code in _TYPECODES.values():
+def _narrowest(ids: list[int]) -> array[int]:
+    for code in "HI":
         try:
             return array(code, ids)
         except OverflowError:
             continue  # at the first id that does not fit: far cheaper than asking for the highest
+    return array("Q", ids)
+
+
+def _out_of_range(entry: TokenEntry) -> InvalidRecordError:
     names = ("prompt_token_ids", "generation_token_ids")
     name = next(name for name in names if not all(0 <= token < 1 << 64 for token in getattr(entry, name)))
-    raise InvalidRecordError(f"{name}: every id must lie between 0 and 2^64-1")
+    return InvalidRecordError(f"{name}: every id must lie between 0 and 2^64-1")
 
 
-def uint64s(ids: list[int]) -> bytes:
-    """Return what `records.encode_uint64s` does for ids that were validated before."""
+def digest_of_ids(ids: list[int]) -> str:
+    """Return what `compute_digest` does for ids that were validated before, several times as fast."""
     column = array("Q", ids)
     if sys.byteorder == "little":
         column.byteswap()
-    return column.tobytes()
-
-
-def ids_of_uint64s(encoded: bytes) -> list[int]:
-    """Return the ids that `uint64s` encoded."""
-    column = array("Q", encoded)
-    if sys.byteorder == "little":
-        column.byteswap()
-    return column.tolist()
+    return digest_of_uint64s(memoryview(column).cast("B"))
 
 
 def _swapped_on_big_endian(column: array[Any]) -> array[Any]:

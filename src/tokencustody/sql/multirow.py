@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from sqlalchemy import (
@@ -32,8 +33,9 @@ _TYPES: dict[type[Any], str] = {
     LargeBinary: "bytea",
     UtcTime: "timestamptz",
 }
-# SQLite prepares a statement for each number of rows, so there are only these.
-_ROWS = (64, 32, 16, 8, 4, 2, 1)
+# SQLite prepares a statement for each number of rows. With these there are few, and seldom more than two for a batch.
+_PIECE = 16
+_LONGEST_PIECE = 64
 
 
 def type_names(table: Table) -> list[str]:
@@ -60,13 +62,14 @@ def execute_in_pieces(
     columns: tuple[str, ...],
     rows: Sequence[Sequence[Any]],
 ) -> Iterator[CursorResult[Any]]:
-    """Execute, on SQLite, `statement` of `asked` for all rows, in as few statements as there are sizes of them."""
+    """Execute, on SQLite, `statement` of `asked` for all rows, piece by piece."""
     done = 0
-    for size in _ROWS:
-        while len(rows) - done >= size:
-            values = [value for row in rows[done : done + size] for value in row]
-            yield connection.exec_driver_sql(statement(from_values(columns, size)), tuple(values))
-            done += size
+    while done < len(rows):
+        left = len(rows) - done
+        size = left if left < _PIECE else min(left - left % _PIECE, _LONGEST_PIECE)
+        values = tuple(chain.from_iterable(rows[done : done + size]))
+        yield connection.exec_driver_sql(statement(from_values(columns, size)), values)
+        done += size
 
 
 class ValueAdapter:

@@ -7,6 +7,7 @@ back. Its write transactions begin IMMEDIATE, so none can fail after its first r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from sqlalchemy import URL, Engine, create_engine, event
+from sqlalchemy import URL, Connection, Engine, create_engine, event
 
 from tokencustody.errors import DurabilityError
 from tokencustody.sql.engine import EngineKey, Engines, Result, Work
@@ -56,40 +57,69 @@ class SqliteEngines(Engines):
 
 
 class _Threads:
-    """An engine and the threads in which its transactions run. A fork waits for those that are running."""
+    """An engine and the threads in which its transactions run, each with a connection that it keeps.
+
+    A fork waits for the transactions that are running.
+    """
 
     def __init__(self, engine: Engine, size: int) -> None:
         self._engine = engine
         self._executor = ThreadPoolExecutor(size, thread_name_prefix="tokencustody")
         self._size = size
         self._turns = threading.Semaphore(size)
+        # Lists, because they grow and shrink in one step whatever threads do.
+        self._busy: list[None] = []
+        self._idle: list[Connection] = []
         with _forking:
             _all_threads.add(self)
 
     async def run(self, work: Work[Result], before_commit: Callable[[], None] | None = None) -> Result:
         """Run `work` in a transaction. Once that has begun, a cancelled caller leaves when it is over."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
         transaction = self._executor.submit(self._transact, work, before_commit)
-        running = asyncio.wrap_future(transaction)
+        # Less than half the turns of the loop that asyncio.wrap_future takes.
+        transaction.add_done_callback(lambda _: _in_loop(loop, ended))
         try:
-            return await asyncio.shield(running)
+            await ended
         except asyncio.CancelledError:
             if not transaction.cancel():
-                await _over(running)
+                await _over(asyncio.wrap_future(transaction))
             raise
+        return transaction.result()
 
     def _transact(self, work: Work[Result], before_commit: Callable[[], None] | None) -> Result:
-        with self._turns, self._engine.connect() as connection, connection.begin():
-            result = work(connection)
-            if before_commit is not None:
-                before_commit()
-            return result
+        with self._turns:
+            self._busy.append(None)
+            try:
+                connection = self._connection()
+                try:
+                    with connection.begin():
+                        result = work(connection)
+                        if before_commit is not None:
+                            before_commit()
+                except BaseException:
+                    # It may be what is broken.
+                    connection.close()
+                    raise
+                self._idle.append(connection)
+                return result
+            finally:
+                self._busy.pop()
+
+    def _connection(self) -> Connection:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._engine.connect()
 
     def checked_out(self) -> int:
-        checked_out: int = self._engine.pool.checkedout()  # type: ignore[attr-defined]
-        return checked_out
+        return len(self._busy)
 
     def close(self) -> None:
         self._executor.shutdown()
+        for connection in self._idle:
+            connection.close()
         self._engine.dispose()
 
     def pause(self) -> None:
@@ -100,12 +130,21 @@ class _Threads:
         self._turns.release(self._size)
 
 
+def _in_loop(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
+    # A loop that was closed meanwhile has nobody left who waits.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_set_done, ended)
+
+
+def _set_done(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)
+
+
 async def _over(running: asyncio.Future[Any]) -> None:
     while not running.done():
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([running])
-        except asyncio.CancelledError:
-            continue
     if not running.cancelled():
         running.exception()
 
@@ -183,6 +222,6 @@ def _engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: Any) ->
     # The driver's own BEGIN is deferred, so a write transaction could fail after its first read.
     @event.listens_for(engine, "begin")
     def begin_transaction(connection: Any) -> None:
-        connection.exec_driver_sql(begin)
+        connection.connection.dbapi_connection.execute(begin).close()
 
     return engine

@@ -19,6 +19,7 @@ import json
 import struct
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,15 +91,13 @@ def pack_call(record: StagedCallRecord) -> PackedCall:
     Raises InvalidRecordError for extras that are nested deeper than JSON parsers read, and for a call that is larger
     than a database value.
     """
-    ids = array("Q", record.token_ids_delta)
-    highest = max(ids, default=0)
-    width = 2 if highest < 1 << 16 else 4 if highest < 1 << 32 else 8
+    width, ids = _narrowest(record.token_ids_delta)
     payload = b"".join(
         (
-            _HEADER.pack(STAGED_CODEC_VERSION, width, len(ids)),
-            _little_endian(ids if width == 8 else array(_TYPECODES[width], ids)),
-            _little_endian(array("d", record.generation_log_probs_delta)),
-            _little_endian(array("d", record.token_mask_delta))[7::8],
+            _HEADER.pack(STAGED_CODEC_VERSION, width, len(record.token_ids_delta)),
+            ids,
+            _column("d", record.generation_log_probs_delta),
+            _column("d", record.token_mask_delta)[7::8],
         )
     )
     try:
@@ -211,7 +210,15 @@ def _numbers(code: str, data: bytes) -> list[Any]:
     return column.tolist()
 
 
-def _little_endian(column: array[Any]) -> bytes:
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
+def _narrowest(ids: list[int]) -> tuple[int, bytes]:
+    """Return the narrowest width in bytes that fits every id, and the ids at that width."""
+    for width in (2, 4):
+        try:
+            return width, _column(_TYPECODES[width], ids)
+        except struct.error:
+            continue  # at the first id that does not fit: far cheaper than asking for the highest
+    return 8, _column(_TYPECODES[8], ids)
+
+
+def _column(code: str, values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}{code}", *values)

@@ -29,7 +29,6 @@ from sqlalchemy import (
     TypeDecorator,
     UniqueConstraint,
     cast,
-    false,
     text,
 )
 
@@ -152,8 +151,6 @@ entries = Table(
     Column("shared_len", BigInteger, server_default=text("0"), nullable=False),
     # The SHA-256 of the bytes in `payload` where they are not the whole payload.
     Column("stored_sha256", Text),
-    # Whether `cum_len` and `digest` were found to be those of this call's own prompt and generated ids.
-    Column("sequence_proven", Boolean, server_default=false(), nullable=False),
     # Last, because SQLite walks through a long value to what stands behind it.
     Column("payload", LargeBinary, nullable=False),
     PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_entries"),
@@ -172,9 +169,6 @@ entries = Table(
     CheckConstraint("shared_len = 0 OR parent_call_id IS NOT NULL", name="ck_entries_shared_has_parent"),
     CheckConstraint("(shared_len = 0) = (stored_sha256 IS NULL)", name="ck_entries_shared_has_stored_sha256"),
     CheckConstraint("length(stored_sha256) = 64", name="ck_entries_stored_sha256"),
-    CheckConstraint(
-        "NOT (sequence_proven AND (cum_len IS NULL OR digest IS NULL))", name="ck_entries_proven_has_digest"
-    ),
     Index("ix_entries_continuation_fingerprint", "run", "rollout_id", "continuation_fingerprint"),
 )
 

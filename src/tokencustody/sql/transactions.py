@@ -10,11 +10,12 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection
 
@@ -132,12 +133,19 @@ class Database:
             engines = self._held[here] = registry.acquire(self._key)
         return engines
 
+    def end_of_patience(self) -> float:
+        """Return when, by the clock of the running loop, a call that begins now gives up."""
+        return asyncio.get_running_loop().time() + self._key.deadline
+
     async def retrying(
-        self, engines: Engines, transact: Callable[[Work[Result]], Awaitable[Result]], work: Work[Result]
+        self,
+        engines: Engines,
+        transact: Callable[[Work[Result]], Awaitable[Result]],
+        work: Work[Result],
+        give_up: float,
     ) -> Result:
         """Run a transaction until it succeeds, fails for a reason that repeating cannot help, or time is up."""
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._key.deadline
         pause = _FIRST_PAUSE
         tries = 0
         cause: Exception | None = None
@@ -181,17 +189,17 @@ class Database:
         return found
 
     async def _write_shared(
-        self, engines: Engines, write: SharedWrite[Item, Answer], items: Sequence[Item]
+        self, engines: Engines, write: SharedWrite[Item, Answer], items: Sequence[Item], give_up: float
     ) -> Sequence[Answer]:
         engines.stats["shared_calls"] += len(items)
         engines.stats["shared_transactions"] += 1
         # A distributed database takes a transaction of plain statements on one rollout.
         if self.url.is_sqlite or self._coalesce is Coalesce.ROLLOUT:
             return await self.retrying(
-                engines, engines.write, lambda connection: write.transaction(connection, items)
+                engines, engines.write, lambda connection: write.transaction(connection, items), give_up
             )
         return await self.retrying(
-            engines, engines.write_statement, lambda connection: write.statement(connection, items)
+            engines, engines.write_statement, lambda connection: write.statement(connection, items), give_up
         )
 
     async def _check_schema(self, engines: Engines) -> None:
@@ -215,18 +223,45 @@ class Doors:
 
     async def read(self, work: Work[Result]) -> Result:
         """Run `work` on one consistent snapshot."""
-        return await self._database.retrying(self._engines, self._engines.read, work)
+        return await self._database.retrying(
+            self._engines, self._engines.read, work, self._database.end_of_patience()
+        )
 
     async def write(self, work: Work[Result]) -> Result:
         """Run `work`, which begins by locking a fence, in one transaction; return once it is durable."""
-        return await self._database.retrying(self._engines, self._engines.write, work)
+        return await self._database.retrying(
+            self._engines, self._engines.write, work, self._database.end_of_patience()
+        )
 
     async def write_together(
         self, write: SharedWrite[Item, Answer], item: Item, *, rollout: Hashable, size: int
     ) -> Answer:
         """Write `item`, of `size` bytes, with what else waits to be written; return its answer once that is durable."""
         gatherer = self._database.gatherer(self._engines, write)
-        return await gatherer.submit(item, rollout=rollout, size=size)
+        try:
+            return await gatherer.submit(
+                item, rollout=rollout, size=size, give_up=self._database.end_of_patience()
+            )
+        except TimeoutError as exc:
+            raise unavailable(self._database.url, exc, started=False) from exc
+
+    @asynccontextmanager
+    async def turn(self, rollout: Hashable) -> AsyncIterator[None]:
+        """Let one call at a time go on for each rollout, if it may have to wait for its fence.
+
+        Each would wait with a connection, so that a rollout whose fence is held would take them from all others.
+        """
+        locks: WeakValueDictionary[Hashable, asyncio.Lock] = self.kept(WeakValueDictionary)
+        lock = locks.setdefault(rollout, asyncio.Lock())
+        try:
+            async with asyncio.timeout_at(self._database.end_of_patience()):
+                await lock.acquire()
+        except TimeoutError as exc:
+            raise unavailable(self._database.url, exc, started=False) from exc
+        try:
+            yield
+        finally:
+            lock.release()
 
     def kept(self, make: Callable[[], Thing]) -> Thing:
         """Return the one thing of this kind that the stores on these engines share."""

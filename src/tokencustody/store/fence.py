@@ -12,10 +12,10 @@ from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import BigInteger, Connection, bindparam, func, insert, select, update
 
 from tokencustody.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
-from tokencustody.sql.dialects import insert_if_absent, locking
+from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_number, locking
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, failures, fences, snapshot_versions
 
 
@@ -76,6 +76,14 @@ def find_fence_txn(connection: Connection, key: RolloutKey, *, exclusive: bool) 
     )
     row = connection.execute(locking(connection, found, key.lock_name, exclusive=exclusive)).one_or_none()
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
+
+
+def try_turn_txn(connection: Connection, key: RolloutKey) -> bool:
+    """Return whether the fence can be share-locked without waiting; if so, nobody else locks it exclusively."""
+    if not is_postgresql(connection):
+        return True
+    taken = func.pg_try_advisory_xact_lock_shared(bindparam(None, lock_number(key.lock_name), BigInteger))
+    return bool(connection.scalar(select(taken)))
 
 
 def lock_fence_txn(connection: Connection, key: RolloutKey, stamp: Stamp, *, exclusive: bool) -> Fence:

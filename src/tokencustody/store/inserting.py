@@ -17,11 +17,12 @@ from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_numb
 from tokencustody.sql.multirow import ValueAdapter, execute_in_pieces, from_arrays, type_names
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries
 from tokencustody.sql.transactions import SharedWrite
-from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn
+from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn, try_turn_txn
 from tokencustody.store.reading import is_conflicting
 
 _KEY = ("run", "rollout_id", "model_call_id")
 Key = tuple[str, str, str]
+_MOST_SEEN = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,15 @@ _OPEN_VERSIONS = (
 class CallInsert:
     """Inserts rows into `table`, whose time of writing stands in `written_at`.
 
-    A row is known again by that time, its writer and its `identity` column: that is how a write whose answer was lost
-    is found to have succeeded.
+    A row is known again by its `identity` columns, and where a fence may have closed since by that time and its writer
+    too: that is how a write whose answer was lost is found to have succeeded.
     """
 
     def __init__(self, table: Table, written_at: str, *identity: str, fenced: bool = True) -> None:
         self._table = table
         self._columns = tuple(column.name for column in table.columns)
         self._written_at = written_at
-        self._known_by = (*_KEY, "written_by", written_at, *identity)
+        self._known_by = (*_KEY, *(("written_by", written_at) if fenced else ()), *identity)
         self._fenced = fenced
         # Only complete records leave out what another call holds.
         self._condition = _BASE_IS_THERE if table is entries else "true"
@@ -130,18 +131,19 @@ class CallInsert:
             SELECT DISTINCT ON (run, rollout_id)
                 run, rollout_id, lock_number, opening_id, {self._written_at} AS at, written_by
             FROM asked ORDER BY run, rollout_id),
+        turns AS MATERIALIZED (
+            SELECT *, pg_try_advisory_xact_lock_shared(lock_number) AS taken FROM rollouts),
         locked AS MATERIALIZED (
             SELECT r.run, r.rollout_id, fence.state
-            FROM rollouts r
-            CROSS JOIN LATERAL (SELECT pg_try_advisory_xact_lock_shared(r.lock_number) AS taken OFFSET 0) turn
+            FROM turns r
             CROSS JOIN LATERAL (
                 SELECT state FROM fences f
-                WHERE turn.taken AND f.run = r.run AND f.rollout_id = r.rollout_id
+                WHERE r.taken AND f.run = r.run AND f.rollout_id = r.rollout_id
                 FOR SHARE SKIP LOCKED) fence),
         opened AS (
             INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)
-            SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM rollouts r
-            WHERE (SELECT 1 FROM fences f WHERE f.run = r.run AND f.rollout_id = r.rollout_id) IS NULL
+            SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM turns r
+            WHERE taken AND (SELECT 1 FROM fences f WHERE f.run = r.run AND f.rollout_id = r.rollout_id) IS NULL
             ORDER BY run, rollout_id ON CONFLICT DO NOTHING RETURNING run, rollout_id),
         opening AS (
             INSERT INTO snapshot_versions
@@ -156,6 +158,8 @@ class CallInsert:
         """Insert calls of one rollout on PostgreSQL by plain statements, which a distributed one accepts too."""
         if self._fenced:
             key = calls[0].rollout
+            if not try_turn_txn(connection, key):
+                return set()
             fence = lock_fence_txn(connection, key, calls[0].stamp, exclusive=False)
             if fence.state is not FenceState.OPEN:
                 return set()
@@ -170,10 +174,16 @@ class CallInsert:
 
     def _insert_on_sqlite(self, connection: Connection, calls: dict[Key, NewCall]) -> set[Key]:
         rows = [self._values(connection, call) for call in calls.values()]
+        if self._fenced:
+            # Fences that this connection has seen are most likely there still.
+            seen: set[RolloutKey] = connection.info.setdefault("fences", set())
+            if len(seen) > _MOST_SEEN:
+                seen.clear()
+            self._open_fences(connection, calls, rows, seen)
         if self._insert_values(connection, rows) == len(rows):
             return set(calls)
         if self._fenced:
-            self._open_fences(connection, calls, rows)
+            self._open_fences(connection, calls, rows, set())
             self._insert_values(connection, rows)
         return self._known_again(connection, rows)
 
@@ -191,12 +201,16 @@ class CallInsert:
         columns = (*self._columns, "base_sha256") if self._fenced else self._columns
         return sum(result.rowcount for result in execute_in_pieces(connection, insert, columns, rows))
 
-    def _open_fences(self, connection: Connection, calls: dict[Key, NewCall], rows: list[list[Any]]) -> None:
+    def _open_fences(
+        self, connection: Connection, calls: dict[Key, NewCall], rows: list[list[Any]], seen: set[RolloutKey]
+    ) -> None:
         at = self._columns.index(self._written_at)
         opened = {
             call.rollout: (*call.key[:2], row[at], call.stamp.by, call.stamp.opening_id)
             for call, row in zip(calls.values(), rows, strict=True)
+            if call.rollout not in seen
         }
+        seen.update(opened)
         for statement in (_OPEN_FENCES, _OPEN_VERSIONS):
             for _ in execute_in_pieces(
                 connection,

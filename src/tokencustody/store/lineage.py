@@ -14,9 +14,9 @@ from tokencustody.errors import InvalidRecordError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
 from tokencustody.lineage import NO_MATCH, ROOT, Candidate, choose_parent, resolved, unresolved
 from tokencustody.protocols import LineageMatch, LineageResolution
-from tokencustody.records import ParentResolutionStatus, compute_digest
-from tokencustody.sql.chains import unpack_chain
-from tokencustody.sql.codec import uint64s
+from tokencustody.records import ParentResolutionStatus
+from tokencustody.sql.chains import check_recorded, unpack_chain
+from tokencustody.sql.codec import PackedIds, digest_of_ids
 from tokencustody.sql.tables import entries, ledger_calls
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey
@@ -59,9 +59,8 @@ class SqlLineageResolver(SqlStore):
                 row = rows[choice.model_call_id]
                 known = None if row.prompt_is_delta else sequences.find(key, choice.model_call_id)
                 if known is not None and known.payload_sha256 == row.payload_sha256:
-                    return _Parent(choice.model_call_id, row.payload_sha256, known=known)
-                chain = chain_txn(connection, key, choice.model_call_id)
-                return _Parent(choice.model_call_id, row.payload_sha256, chain=chain)
+                    return _Parent(row, known=known)
+                return _Parent(row, chain=chain_txn(connection, key, choice.model_call_id))
             if choice == NO_MATCH:
                 choice, rows = choose(connection, _ledger_candidates(key, fingerprint))
             if isinstance(choice, Candidate):
@@ -80,23 +79,25 @@ class SqlLineageResolver(SqlStore):
 class _Parent:
     """The call that was chosen, and its sequence, or the rows to rebuild it from."""
 
-    model_call_id: str
-    payload_sha256: str
+    row: Any
     known: KnownSequence | None = None
     chain: Sequence[Any] = ()
 
 
 def _resolved(sequences: KnownSequences, key: RolloutKey, parent: _Parent) -> LineageResolution:
-    known = parent.known
+    row, known = parent.row, parent.known
     if known is not None:
-        return resolved(parent.model_call_id, known.digest, known.token_ids())
-    rows = _proven(parent.chain, parent.model_call_id)
-    entry, token_ids = unpack_chain(key.rollout_id, rows, parent.model_call_id)
-    digest = entry.digest or compute_digest(token_ids)
-    if not entry.prompt_is_delta:
-        sequence = KnownSequence(parent.payload_sha256, digest, uint64s(list(token_ids)))
-        sequences.keep(key, parent.model_call_id, sequence)
-    return resolved(parent.model_call_id, digest, token_ids)
+        ids = known.ids.token_ids()
+        if known.digest is None:
+            check_recorded(key.rollout_id, row.model_call_id, ids, row.cum_len, row.digest)
+    else:
+        chain = _proven(parent.chain, row.model_call_id)
+        _, ids = unpack_chain(key.rollout_id, chain, row.model_call_id)
+    digest = (known and known.digest) or row.digest or digest_of_ids(ids)
+    if not row.prompt_is_delta and (known is None or known.digest is None):
+        packed = PackedIds.of(ids) if known is None else known.ids
+        sequences.keep(key, row.model_call_id, KnownSequence(row.payload_sha256, packed, digest))
+    return resolved(row.model_call_id, digest, tuple(ids))
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, and_, literal, select
 
 from tokencustody.errors import CorruptEntryError, LineageError
-from tokencustody.records import TokenEntry, compute_digest
+from tokencustody.records import TokenEntry
 from tokencustody.sql.chains import unpack_calls, unpack_chain
-from tokencustody.sql.codec import PackedEntry, SharedPayload, differing_fields, without_prefix
+from tokencustody.sql.codec import PackedEntry, PackedIds, SharedPayload, differing_fields, without_prefix
 from tokencustody.sql.dialects import insert_if_absent
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries
 from tokencustody.store.fence import (
@@ -23,8 +23,8 @@ from tokencustody.store.fence import (
     refuse_if_frozen,
 )
 from tokencustody.store.inserting import NewCall, base_is_there_txn
-from tokencustody.store.reading import chain_txn, is_conflicting
-from tokencustody.store.sequences import Base
+from tokencustody.store.reading import chain_txn
+from tokencustody.store.sequences import KnownSequence
 
 _LONGEST_AUDIT_TEXT = 512
 
@@ -37,28 +37,20 @@ class Put:
     entry: TokenEntry
     packed: PackedEntry
     stamp: Stamp
-    base: Base | None
+    base: KnownSequence | None
 
     @cached_property
     def call(self) -> NewCall:
         """The row, without the prefix that the parent holds."""
-        if self.base is None or not self.base.length:
+        if self.base is None or not self.base.ids:
             return self.whole_call
-        shared = without_prefix(self.packed, self.base.length)
+        shared = without_prefix(self.packed, len(self.base.ids))
         return NewCall(self._row(shared), self.stamp, self.base.payload_sha256)
 
     @cached_property
     def whole_call(self) -> NewCall:
         """The row with the whole prompt."""
         return NewCall(self._row(None), self.stamp)
-
-    @property
-    def proves_sequence(self) -> bool:
-        """Whether the call records the digest and the length that its own ids have."""
-        return self.packed.digest is not None and (self.entry.digest, self.entry.cum_len) == (
-            self.packed.digest,
-            self.packed.length,
-        )
 
     def store_txn(self, connection: Connection) -> bool:
         """Store the call, alone; return False when its id is taken by other bytes.
@@ -138,9 +130,8 @@ class Put:
             "written_by": self.stamp.by,
             "payload": packed.payload if shared is None else shared.payload,
             "payload_sha256": packed.sha256,
-            "shared_len": 0 if shared is None or self.base is None else self.base.length,
+            "shared_len": 0 if shared is None or self.base is None else len(self.base.ids),
             "stored_sha256": None if shared is None else shared.sha256,
-            "sequence_proven": self.proves_sequence,
         }
 
 
@@ -158,25 +149,20 @@ def read_call_txn(connection: Connection, key: RolloutKey, model_call_id: str) -
     return next(entry for entry in chain if entry.model_call_id == model_call_id)
 
 
-def find_base_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> Base | None:
-    """Return what the children of a call must begin with to share its sequence.
+def find_base_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> KnownSequence | None:
+    """Return the whole sequence of a call, with which the prompts of its children may begin.
 
-    None when the call is missing or conflicting, or when its sequence cannot be proven.
+    None when the call is missing or conflicting, or when its sequence cannot be rebuilt.
     """
-    found = connection.execute(
-        select(
-            entries.c.payload_sha256, entries.c.digest, entries.c.cum_len, entries.c.sequence_proven
-        ).where(key.of(entries), entries.c.model_call_id == model_call_id, ~is_conflicting(key))
-    ).one_or_none()
-    if found is None:
+    rows = chain_txn(connection, key, model_call_id)
+    call = next((row for row in rows if row.model_call_id == model_call_id), None)
+    if call is None or call.is_conflicting:
         return None
-    if found.sequence_proven:
-        return Base(found.payload_sha256, found.cum_len, found.digest)
     try:
-        _, ids = unpack_chain(key.rollout_id, chain_txn(connection, key, model_call_id), model_call_id)
+        _, ids = unpack_chain(key.rollout_id, rows, model_call_id, prove=False)
     except (CorruptEntryError, LineageError):
         return None
-    return Base(found.payload_sha256, len(ids), compute_digest(ids))
+    return KnownSequence(call.payload_sha256, PackedIds.of(ids))
 
 
 def _audit_text(text: str | None) -> str | None:

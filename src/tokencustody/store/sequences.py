@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from threading import Lock
 
-from tokencustody.sql.codec import ids_of_uint64s
+from tokencustody.sql.codec import PackedIds
 from tokencustody.store.fence import RolloutKey
 
 _MOST_BYTES = 64 * 2**20
@@ -19,32 +19,15 @@ _OVERHEAD = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """What a child must begin with to share a parent's sequence: `length` ids that have `digest`."""
-
-    payload_sha256: str
-    length: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class KnownSequence:
-    """The prompt and generated ids of a call, as 64-bit integers, and `compute_digest` of them.
+    """The prompt and generated ids of a call, as they were in the payload whose identity is `payload_sha256`.
 
-    `payload_sha256` is the identity of the payload in which they were seen.
+    `digest` is `compute_digest` of them, once it is known to be what the call records, if it records one.
     """
 
     payload_sha256: str
-    digest: str
-    uint64s: bytes
-
-    def base(self) -> Base:
-        """Return what a child needs of it."""
-        return Base(self.payload_sha256, len(self.uint64s) // 8, self.digest)
-
-    def token_ids(self) -> tuple[int, ...]:
-        """Return the ids."""
-        return tuple(ids_of_uint64s(self.uint64s))
+    ids: PackedIds
+    digest: str | None = None
 
 
 class KnownSequences:
@@ -75,4 +58,4 @@ class KnownSequences:
 
 
 def _size(sequence: KnownSequence) -> int:
-    return len(sequence.uint64s) + _OVERHEAD
+    return len(sequence.ids.data) + _OVERHEAD

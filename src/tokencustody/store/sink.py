@@ -32,7 +32,7 @@ from tokencustody.store.fence import (
 from tokencustody.store.ids import check_call_id, check_rollout_id, is_call_id
 from tokencustody.store.inserting import CallInsert, NewCall
 from tokencustody.store.putting import Put, find_base_txn, written_txn
-from tokencustody.store.sequences import Base, KnownSequence, KnownSequences
+from tokencustody.store.sequences import KnownSequence, KnownSequences
 
 # About what an intent takes on its way.
 _INTENT_SIZE = 1024
@@ -64,10 +64,10 @@ class SqlTokenSink(SqlStore):
             put = Put(key, entry, packed, Stamp.make(now(), self.written_by), base)
             size = len(put.call.row["payload"])
             if not await doors.write_together(_ENTRIES.shared, put.call, rollout=key, size=size):
-                await _put_alone(doors, put)
-            if put.proves_sequence:
-                known = KnownSequence(packed.sha256, packed.digest or "", packed.sequence)
-                sequences.keep(key, entry.model_call_id, known)
+                async with doors.turn(key):
+                    await _put_alone(doors, put)
+            if not packed.is_delta:
+                sequences.keep(key, entry.model_call_id, KnownSequence(packed.sha256, packed.sequence()))
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Announce a call before it is dispatched. A repeat is a no-op.
@@ -92,7 +92,8 @@ class SqlTokenSink(SqlStore):
         call = NewCall(_intent(key, model_call_id, stamp), stamp)
         with self._database.doors() as doors:
             if not await doors.write_together(_INTENTS.shared, call, rollout=key, size=_INTENT_SIZE):
-                await doors.write(announce)
+                async with doors.turn(key):
+                    await doors.write(announce)
 
     async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
         """Record that the engine refused a call, so that its intent does not dangle. `code` is the engine's own.
@@ -172,19 +173,15 @@ class SqlTokenSink(SqlStore):
 
 async def _base(
     doors: Doors, sequences: KnownSequences, key: RolloutKey, entry: TokenEntry, packed: PackedEntry
-) -> Base | None:
+) -> KnownSequence | None:
     """Return the sequence of the parent, if it is proven that the prompt begins with it."""
     parent = entry.parent_call_id
     if entry.prompt_is_delta or not is_call_id(parent):
         return None
-    known = sequences.find(key, parent)
-    if known is not None:
-        base: Base | None = known.base()
-    else:
+    base = sequences.find(key, parent)
+    if base is None:
         base = await doors.read(lambda connection: find_base_txn(connection, key, parent))
-    if base is None or base.length > packed.prompt_len or packed.prefix_digest(base.length) != base.digest:
-        return None
-    return base
+    return base if base is not None and packed.begins_with(base.ids) else None
 
 
 async def _put_alone(doors: Doors, put: Put) -> None:

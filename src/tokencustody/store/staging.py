@@ -38,7 +38,9 @@ from tokencustody.staging.digest import hash_token_ids
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult, staging_key
 from tokencustody.store.attachments import IDENTITY_COLUMNS, pack_attachments, unpack_attachment
 from tokencustody.store.base import DatabaseClient, now
+from tokencustody.store.fence import Stamp
 from tokencustody.store.ids import check_call_id, check_rollout_id
+from tokencustody.store.inserting import CallInsert, NewCall
 from tokencustody.store.portal import BackgroundLoop
 
 _CALL = staged_calls.c
@@ -47,6 +49,8 @@ _IDS = (_CALL.rollout_id, _CALL.model_call_id)
 _METADATA = tuple(_CALL[name] for name in CALL_COLUMNS)
 # Two parameters for each key, of which the databases take about 32,766.
 _KEYS_PER_QUERY = 1000
+
+_STAGED_CALLS = CallInsert(staged_calls, "staged_at", "digest", "payload", fenced=False)
 
 
 class SqlStagingStore(DatabaseClient):
@@ -221,11 +225,12 @@ class SqlStagingStore(DatabaseClient):
             check_call_id(record.parent_call_id, "parent_call_id")
         packed = pack_call(record)
         identity = {"run": self.run, "rollout_id": key[0], "model_call_id": key[1]}
+        stamp = Stamp.make(now(), self.written_by)
         row = identity | {
             **{name: getattr(record, name) for name in CALL_COLUMNS},
             "token_width": packed.token_width,
-            "staged_at": now(),
-            "written_by": self.written_by,
+            "staged_at": stamp.at,
+            "written_by": stamp.by,
             "payload": packed.payload,
             "payload_sha256": packed.sha256,
             "extras": packed.extras,
@@ -256,7 +261,18 @@ class SqlStagingStore(DatabaseClient):
             given = {tuple(attachment[name] for name in IDENTITY_COLUMNS) for attachment in attachments}
             return [f"attachment {name}" for name in sorted({row[0] for row in held ^ given})]
 
-        return self._background.run(lambda: self._database.write(store))
+        async def stage() -> list[str]:
+            with self._database.doors() as doors:
+                if not attachments:
+                    size = len(packed.payload) + len(packed.extras or b"")
+                    call = NewCall(row, stamp)
+                    if await doors.write_together(
+                        _STAGED_CALLS.shared, call, rollout=call.rollout, size=size
+                    ):
+                        return []
+                return await doors.write(store)
+
+        return self._background.run(stage)
 
     def _rows(self, staging_keys: Sequence[str], *columns: ColumnElement[Any]) -> dict[str, Any]:
         """Return the rows by key. Raises StagedCallMissingError that names every key without one."""

@@ -5,7 +5,7 @@ Names and types are written out: this file keeps saying what it said when it was
 
 PostgreSQL adds the columns in place and writes no row again. SQLite copies `entries`, because it adds columns only at
 the end, where reading one walks through the payload, and no constraints at all: until the copy is done, the file needs
-room for the table twice. Calls that were stored before count as unproven, so no later call leaves out what they hold.
+room for the table twice. Calls that were stored before stay as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ CHECKS = {
     "ck_entries_shared_has_parent": "shared_len = 0 OR parent_call_id IS NOT NULL",
     "ck_entries_shared_has_stored_sha256": "(shared_len = 0) = (stored_sha256 IS NULL)",
     "ck_entries_stored_sha256": "length(stored_sha256) = 64",
-    "ck_entries_proven_has_digest": "NOT (sequence_proven AND (cum_len IS NULL OR digest IS NULL))",
 }
 
 # What the server would compress, at several times the cost of storing it.
@@ -49,7 +48,7 @@ def upgrade() -> None:
         # One statement, which checks every constraint in one pass over the table.
         op.execute(
             "ALTER TABLE entries ADD COLUMN shared_len BIGINT DEFAULT 0 NOT NULL, ADD COLUMN stored_sha256 TEXT,"
-            f" ADD COLUMN sequence_proven BOOLEAN DEFAULT false NOT NULL, {checks}"
+            f" {checks}"
         )
         _set_storage("EXTERNAL")
     else:
@@ -58,7 +57,6 @@ def upgrade() -> None:
                 sa.Column("payload_sha256", sa.Text(), nullable=False),
                 sa.Column("shared_len", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
                 sa.Column("stored_sha256", sa.Text(), nullable=True),
-                sa.Column("sequence_proven", sa.Boolean(), server_default=sa.false(), nullable=False),
                 sa.Column("payload", sa.LargeBinary(), nullable=False),
             ],
             CHECKS,
@@ -74,9 +72,7 @@ def downgrade() -> None:
     if op.get_context().dialect.name == "postgresql":
         _set_storage("EXTENDED")
         # The constraints go with their columns.
-        op.execute(
-            "ALTER TABLE entries DROP COLUMN shared_len, DROP COLUMN stored_sha256, DROP COLUMN sequence_proven"
-        )
+        op.execute("ALTER TABLE entries DROP COLUMN shared_len, DROP COLUMN stored_sha256")
     else:
         _copy_entries(
             [
