@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, Table, select
 
 from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_number
 from tokencustody.sql.multirow import ValueAdapter, execute_in_pieces, from_arrays, type_names
-from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries
+from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, staged_calls
 from tokencustody.sql.transactions import SharedWrite
 from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn, try_turn_txn
 from tokencustody.store.reading import is_conflicting
@@ -57,6 +57,10 @@ _BASE_IS_THERE = f"""(asked.base_sha256 IS NULL OR (
         AND base.rollout_id = asked.rollout_id AND base.model_call_id = asked.parent_call_id) = asked.base_sha256
     AND (SELECT 1 FROM failures AS f WHERE f.run = asked.run AND f.rollout_id = asked.rollout_id
         AND f.kind = '{FailureKind.CONFLICT}' AND f.model_call_id = asked.parent_call_id LIMIT 1) IS NULL))"""
+_HAS_NO_ATTACHMENTS = (
+    "(SELECT 1 FROM staged_attachments AS a WHERE a.run = stored.run AND a.rollout_id = stored.rollout_id"
+    " AND a.model_call_id = stored.model_call_id LIMIT 1) IS NULL"
+)
 _OPEN_FENCES = (
     "INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)"
     f" SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM asked WHERE true ON CONFLICT DO NOTHING"
@@ -84,13 +88,16 @@ class CallInsert:
         self._fenced = fenced
         # Only complete records leave out what another call holds.
         self._condition = _BASE_IS_THERE if table is entries else "true"
+        # A call that was staged with attachments is another one than that without.
+        self._known_if = _HAS_NO_ATTACHMENTS if table is staged_calls else "true"
         self._adapter = ValueAdapter(table)
         self.shared: SharedWrite[NewCall, bool] = SharedWrite(self._in_transaction, self._in_one_statement)
 
     def _in_transaction(self, connection: Connection, calls: Sequence[NewCall]) -> list[bool]:
         first = _first_of_each_key(calls)
         if is_postgresql(connection):
-            stored = self._insert_rollout(connection, list(first.values()))
+            # In one order, so that two writers of the same calls do not deadlock.
+            stored = self._insert_rollout(connection, [first[key] for key in sorted(first)])
         else:
             stored = self._insert_on_sqlite(connection, first)
         return [call.key in stored and call is first[call.key] for call in calls]
@@ -226,7 +233,10 @@ class CallInsert:
         key = ", ".join(f"stored.{name}" for name in _KEY)
 
         def select_stored(asked: str) -> str:
-            return f"WITH {asked} SELECT {key} FROM asked JOIN {self._table.name} AS stored ON {same}"
+            return (
+                f"WITH {asked} SELECT {key} FROM asked JOIN {self._table.name} AS stored ON {same}"
+                f" WHERE {self._known_if}"
+            )
 
         known = [[row[index] for index in indexes] for row in rows]
         results = execute_in_pieces(connection, select_stored, self._known_by, known)
