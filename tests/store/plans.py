@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ import asyncpg
 from sqlalchemy import Engine, event
 
 from tests.support.filling import TABLES
+from tokencustody.sql.postgresql import PostgresqlEngines
 from tokencustody.sql.tables import metadata
 from tokencustody.sql.url import parse_url
 
@@ -78,10 +79,22 @@ class Recorder:
 def recorded() -> Iterator[Recorder]:
     """Record the statements of every engine while this lasts."""
     recorder = Recorder()
+    write_statement = PostgresqlEngines.write_statement
+
+    async def recording(engines: PostgresqlEngines, make: Callable[[None], tuple[str, Any]]) -> Any:
+        def noting(nothing: None) -> tuple[str, Any]:
+            text, parameters = make(nothing)
+            recorder.record(None, None, text, parameters, None, False)
+            return text, parameters
+
+        return await write_statement(engines, noting)
+
     event.listen(Engine, "before_cursor_execute", recorder.record)
+    PostgresqlEngines.write_statement = recording  # type: ignore[method-assign]
     try:
         yield recorder
     finally:
+        PostgresqlEngines.write_statement = write_statement  # type: ignore[method-assign]
         event.remove(Engine, "before_cursor_execute", recorder.record)
 
 

@@ -55,10 +55,6 @@ class Engines(ABC):
     async def write(self, work: Work[Result]) -> Result:
         """Run `work` in one transaction and return once it is durable. It is over when this returns or raises."""
 
-    async def write_statement(self, work: Work[Result]) -> Result:
-        """Run `work`, which executes one statement, as a transaction of its own."""
-        return await self.write(work)
-
     @abstractmethod
     def checked_out(self) -> int:
         """Return how many connections are in use."""

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection
@@ -31,11 +31,14 @@ from tokencustody.sql.engine import (
     Work,
 )
 from tokencustody.sql.faults import Fault, classify, reach, unavailable
+from tokencustody.sql.postgresql import PostgresqlEngines, Statement
 from tokencustody.sql.url import DatabaseUrl
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Thing = TypeVar("Thing")
+Using = TypeVar("Using")
+Made = TypeVar("Made")
 
 _FIRST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.25
@@ -45,14 +48,15 @@ _LANES = 3
 
 @dataclass(frozen=True, eq=False)
 class SharedWrite(Generic[Item, Answer]):
-    """How calls of one kind share a transaction: functions that answer items in their order.
+    """How calls of one kind share a transaction, whose answers are in the order of the items.
 
-    `transaction` may run several statements. `statement`, for PostgreSQL, runs just one, which is a transaction by
-    itself and takes one round trip.
+    `transaction` may run several statements. `statement` is, for PostgreSQL, just one, which is a transaction by itself
+    and takes one round trip; `answers` reads its rows.
     """
 
     transaction: Callable[[Connection, Sequence[Item]], Sequence[Answer]]
-    statement: Callable[[Connection, Sequence[Item]], Sequence[Answer]]
+    statement: Callable[[Sequence[Item]], Statement]
+    answers: Callable[[Sequence[Item], Sequence[Any]], Sequence[Answer]]
 
 
 class Database:
@@ -140,8 +144,8 @@ class Database:
     async def retrying(
         self,
         engines: Engines,
-        transact: Callable[[Work[Result]], Awaitable[Result]],
-        work: Work[Result],
+        transact: Callable[[Callable[[Using], Made]], Awaitable[Result]],
+        work: Callable[[Using], Made],
         give_up: float,
     ) -> Result:
         """Run a transaction until it succeeds, fails for a reason that repeating cannot help, or time is up."""
@@ -153,7 +157,7 @@ class Database:
             tries += 1
             started = False
 
-            def begin(connection: Connection) -> Result:
+            def begin(connection: Using) -> Made:
                 nonlocal started
                 started = True
                 return work(connection)
@@ -194,13 +198,14 @@ class Database:
         engines.stats["shared_calls"] += len(items)
         engines.stats["shared_transactions"] += 1
         # A distributed database takes a transaction of plain statements on one rollout.
-        if self.url.is_sqlite or self._coalesce is Coalesce.ROLLOUT:
+        if self._coalesce is Coalesce.ROLLOUT or not isinstance(engines, PostgresqlEngines):
             return await self.retrying(
                 engines, engines.write, lambda connection: write.transaction(connection, items), give_up
             )
-        return await self.retrying(
-            engines, engines.write_statement, lambda connection: write.statement(connection, items), give_up
+        rows = await self.retrying(
+            engines, engines.write_statement, lambda _: write.statement(items), give_up
         )
+        return write.answers(items, rows)
 
     async def _check_schema(self, engines: Engines) -> None:
         async with engines.checking:

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, Table, select
 
 from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_number
 from tokencustody.sql.multirow import ValueAdapter, execute_in_pieces, from_arrays, type_names
+from tokencustody.sql.postgresql import Statement
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, staged_calls
 from tokencustody.sql.transactions import SharedWrite
 from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn, try_turn_txn
@@ -91,7 +92,9 @@ class CallInsert:
         # A call that was staged with attachments is another one than that without.
         self._known_if = _HAS_NO_ATTACHMENTS if table is staged_calls else "true"
         self._adapter = ValueAdapter(table)
-        self.shared: SharedWrite[NewCall, bool] = SharedWrite(self._in_transaction, self._in_one_statement)
+        self.shared: SharedWrite[NewCall, bool] = SharedWrite(
+            self._in_transaction, self._in_one_statement, self._answers
+        )
 
     def _in_transaction(self, connection: Connection, calls: Sequence[NewCall]) -> list[bool]:
         first = _first_of_each_key(calls)
@@ -102,16 +105,20 @@ class CallInsert:
             stored = self._insert_on_sqlite(connection, first)
         return [call.key in stored and call is first[call.key] for call in calls]
 
-    def _in_one_statement(self, connection: Connection, calls: Sequence[NewCall]) -> list[bool]:
-        first = _first_of_each_key(calls)
-        columns = [[call.row[name] for call in first.values()] for name in self._columns]
+    def _in_one_statement(self, calls: Sequence[NewCall]) -> Statement:
+        first = _first_of_each_key(calls).values()
+        columns = [[call.row[name] for call in first] for name in self._columns]
         if self._fenced:
             columns += [
-                [lock_number(call.rollout.lock_name) for call in first.values()],
-                [call.stamp.opening_id for call in first.values()],
-                [call.base_sha256 for call in first.values()],
+                [lock_number(call.rollout.lock_name) for call in first],
+                [call.stamp.opening_id for call in first],
+                [call.base_sha256 for call in first],
             ]
-        stored = {_key_of(row) for row in connection.exec_driver_sql(self._statement, tuple(columns))}
+        return self._statement, columns
+
+    def _answers(self, calls: Sequence[NewCall], rows: Sequence[Any]) -> list[bool]:
+        first = _first_of_each_key(calls)
+        stored = {tuple(row) for row in rows}
         return [call.key in stored and call is first[call.key] for call in calls]
 
     @cached_property

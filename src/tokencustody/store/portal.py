@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tokencustody.errors import StoreClosedError
 
 Result = TypeVar("Result")
+Work = Callable[[], Coroutine[Any, Any, Result]]
 
 
 class BackgroundLoop:
@@ -22,7 +23,7 @@ class BackgroundLoop:
     that are running. `at_end` runs in the loop when it is closed; `name` is for the error of a call that comes later.
     """
 
-    def __init__(self, name: str, at_end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, name: str, at_end: Work[None]) -> None:
         self._name = name
         self._at_end = at_end
         self._closed = False
@@ -32,20 +33,18 @@ class BackgroundLoop:
         with _forking:
             _all_loops.add(self)
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    def run(self, work: Work[Result]) -> Result:
         """Return the result of `work()`. Raises what it raises, and StoreClosedError after `close`."""
         pid = os.getpid()
+        call = _Call(work)
         with self._lock(pid):
             if self._closed:
                 raise StoreClosedError(f"{self._name} is closed")
             if pid not in self._workers:
                 self._workers[pid] = _Worker()
-            call = self._workers[pid].submit(work())
-        try:
-            return call.result()
-        except BaseException:
-            call.cancel()  # does something only when the caller was interrupted
-            raise
+            worker = self._workers[pid]
+            worker.start(call)
+        return worker.result_of(call)
 
     def close(self) -> None:
         """Let the calls that are running finish, then end the thread. Idempotent."""
@@ -54,7 +53,6 @@ class BackgroundLoop:
             self._closed = True
             worker = self._workers.pop(pid, None)
         if worker is not None:
-            worker.finish_calls()
             worker.end(self._at_end)
 
     def pause(self) -> threading.Lock:
@@ -63,11 +61,49 @@ class BackgroundLoop:
         lock = self._lock(pid)
         lock.acquire()
         if pid in self._workers:
-            self._workers[pid].finish_calls()
+            self._workers[pid].finish()
         return lock
 
     def _lock(self, pid: int) -> threading.Lock:
         return self._locks.setdefault(pid, threading.Lock())
+
+
+class _Call(Generic[Result]):
+    """A caller's coroutine, and the lock that it waits for until that has ended."""
+
+    __slots__ = ("_ended", "_error", "_result", "task", "work")
+
+    def __init__(self, work: Work[Result]) -> None:
+        self.work = work
+        self.task: asyncio.Task[None] | None = None
+        # A bare lock: a future of concurrent.futures costs as much again as the way into the loop and back.
+        self._ended = threading.Lock()
+        self._ended.acquire()
+        self._error: BaseException | None = None
+
+    async def run(self) -> None:
+        try:
+            self._result = await self.work()
+        except BaseException as exc:
+            self._error = exc
+        finally:
+            self._ended.release()
+
+    def wait(self) -> None:
+        self._ended.acquire()
+
+    def result(self) -> Result:
+        if self._error is None:
+            return self._result
+        try:
+            raise self._error
+        finally:
+            # Its traceback holds this frame.
+            self._error = None
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
 
 
 class _Worker:
@@ -76,7 +112,10 @@ class _Worker:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._calls: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._waiting: list[_Call[Any]] = []
+        self._woken = False
+        self._running: set[asyncio.Task[None]] = set()
         # A daemon, so that a process which forgets to close its store still ends.
         self._thread = threading.Thread(target=self._serve, name="tokencustody", daemon=True)
         try:
@@ -85,21 +124,52 @@ class _Worker:
             self._loop.close()
             raise
 
-    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        call = asyncio.run_coroutine_threadsafe(work, self._loop)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        return call
+    def start(self, call: _Call[Any]) -> None:
+        with self._lock:
+            self._waiting.append(call)
+            # The loop that is on its way to fetch one call fetches this one too.
+            if not self._woken:
+                self._loop.call_soon_threadsafe(self._fetch)
+                self._woken = True
 
-    def finish_calls(self) -> None:
-        wait(list(self._calls))
-
-    def end(self, at_end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def result_of(self, call: _Call[Result]) -> Result:
         try:
-            asyncio.run_coroutine_threadsafe(at_end(), self._loop).result()
+            call.wait()
+        except BaseException:
+            # The caller was interrupted; a loop that has been closed since has nothing left to cancel.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(call.cancel)
+            raise
+        return call.result()
+
+    def finish(self, at_end: Work[None] | None = None) -> None:
+        """Let every call that was started before finish, then run `at_end`."""
+
+        async def wait() -> None:
+            if others := self._running - {asyncio.current_task()}:
+                await asyncio.wait(others)
+            if at_end is not None:
+                await at_end()
+
+        call = _Call(wait)
+        self.start(call)
+        self.result_of(call)
+
+    def end(self, at_end: Work[None]) -> None:
+        try:
+            self.finish(at_end)
         finally:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
+
+    def _fetch(self) -> None:
+        with self._lock:
+            self._woken = False
+            fetched, self._waiting = self._waiting, []
+        for call in fetched:
+            task = call.task = self._loop.create_task(call.run())
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -112,7 +182,8 @@ _paused: list[threading.Lock] = []
 
 
 def _before_fork() -> None:
-    # A transaction that runs in another thread would leave SQLite's own locks taken in the child for ever.
+    # What runs in another thread would leave SQLite's own locks taken in the child for ever. The transactions of its
+    # engine see to that themselves; the making of a new file does not.
     _forking.acquire()
     _paused.extend(loop.pause() for loop in list(_all_loops))
 
