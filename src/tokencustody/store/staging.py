@@ -225,7 +225,8 @@ class SqlStagingStore(DatabaseClient):
             check_call_id(record.parent_call_id, "parent_call_id")
         packed = pack_call(record)
         identity = {"run": self.run, "rollout_id": key[0], "model_call_id": key[1]}
-        stamp = Stamp.make(now(), self.written_by)
+        # Without an event id: staging opens no fence, and drawing a random one lets go of the interpreter's lock.
+        stamp = Stamp(now(), self.written_by, event_id="")
         row = identity | {
             **{name: getattr(record, name) for name in CALL_COLUMNS},
             "token_width": packed.token_width,
