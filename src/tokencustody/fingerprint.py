@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -17,6 +17,7 @@ FINGERPRINT_VERSION = 2
 ASSISTANT_DOMAIN = b"nemo-gym-lineage"
 CONTEXT_DOMAIN = b"nemo-gym-lineage-context"
 
+_TAGS = [bytes((tag,)) for tag in range(8)]
 _TEXT_TYPES = ("", "text", "input_text", "output_text")
 
 
@@ -35,6 +36,8 @@ def assistant_fingerprint(messages: Sequence[Mapping[str, Any]]) -> str:
         for kind, payload in _content_parts(message.get("content")):
             hasher.add(0, kind)
             hasher.add(1, payload)
+        if _is_plain(message):
+            continue
         for call_id, name, arguments in _tool_calls(message):
             hasher.add(2, call_id)
             hasher.add(3, name)
@@ -63,13 +66,14 @@ def prefix_digests(messages: Sequence[Mapping[str, Any]], lengths: Collection[in
         for kind, payload in _content_parts(message.get("content")):
             hasher.add(1, kind)
             hasher.add(2, payload)
-        for call_id, name, arguments in _tool_calls(message):
-            hasher.add(3, call_id)
-            hasher.add(4, name)
-            hasher.add(5, arguments)
-        for call_id, output in _tool_results(message):
-            hasher.add(6, call_id)
-            hasher.add(7, output)
+        if not _is_plain(message):
+            for call_id, name, arguments in _tool_calls(message):
+                hasher.add(3, call_id)
+                hasher.add(4, name)
+                hasher.add(5, arguments)
+            for call_id, output in _tool_results(message):
+                hasher.add(6, call_id)
+                hasher.add(7, output)
         if length in lengths:
             digests[length] = hasher.hexdigest()
     return digests
@@ -102,17 +106,31 @@ def canonical_json(value: Any) -> str:
 class _FieldHasher:
     def __init__(self, domain: bytes) -> None:
         self._sha256 = hashlib.sha256(domain)
+        # Hashed together: conversations have thousands of short fields.
+        self._fields: list[bytes] = []
 
     def add(self, tag: int, text: str) -> None:
         data = text.encode()
-        self._sha256.update(bytes((tag,)) + len(data).to_bytes(8, "big") + data)
+        self._fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
 
     def hexdigest(self) -> str:
+        self._sha256.update(b"".join(self._fields))
+        self._fields.clear()
         return self._sha256.hexdigest()
 
 
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    # Most messages are: a role and a text, which have neither tool calls nor results.
+    return (
+        isinstance(message.get("content"), str)
+        and message.get("role") != "tool"
+        and message.get("type") in (None, "message")
+        and not message.get("tool_calls")
+    )
+
+
 def _require_object(message: Any) -> None:
-    if not isinstance(message, Mapping):
+    if type(message) is not dict and not isinstance(message, Mapping):
         raise ValueError(f"a message must be an object, not {type(message).__name__}")
 
 
@@ -126,12 +144,16 @@ def _name(item: Mapping[str, Any]) -> str:
     return str(item.get("name", ""))
 
 
-def _content_parts(content: Any) -> Iterator[tuple[str, str]]:
-    if content is None:
-        return
-    if not isinstance(content, str | list):
+def _content_parts(content: Any) -> Iterable[tuple[str, str]]:
+    if isinstance(content, str):
+        return (("text", content),) if content else ()
+    return () if content is None else _block_parts(content)
+
+
+def _block_parts(content: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(content, list):
         raise ValueError(f"message content must be a string or a list, not {type(content).__name__}")
-    for block in [content] if isinstance(content, str) else content:
+    for block in content:
         if isinstance(block, str):
             if block:
                 yield "text", block
