@@ -322,6 +322,48 @@ async def test_room_that_was_given_to_a_cancelled_caller_is_passed_on() -> None:
 
 
 @pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("where", ["in a batch", "behind a batch", "outside"])
+async def test_a_call_gives_up_at_its_own_time_wherever_it_waits(where: str) -> None:
+    running, gatherer = gathering()
+    soon = asyncio.get_running_loop().time() + 0.05
+    first = submit(gatherer, "first", size=10 if where == "outside" else 2)
+    if where == "in a batch":
+        await turns()
+        running.end_one()
+    waiting = asyncio.create_task(gatherer.submit("waiting", rollout=None, size=2, give_up=soon))
+    neighbour = submit(gatherer, "neighbour")
+    if where == "in a batch":
+        await turns()
+        assert running.started == [["first"], ["waiting", "neighbour"]]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(waiting, 5)
+    await running.end_all()
+    assert (first.result(), neighbour.result()) == ("FIRST", "NEIGHBOUR")
+    assert sum(running.started, []).count("waiting") == (where == "in a batch")
+
+
+async def test_a_batch_is_given_until_its_last_call_gives_up() -> None:
+    running, gatherer = gathering()
+    until: list[float] = []
+
+    async def run(items: Sequence[str], give_up: float) -> Sequence[str]:
+        until.append(give_up)
+        return await running.run(items, give_up)
+
+    gatherer.run = run
+    later = asyncio.get_running_loop().time() + 100
+    first = submit(gatherer, "first")
+    await turns()
+    others = [
+        asyncio.create_task(gatherer.submit(f"{n}", rollout=None, size=1, give_up=later + n)) for n in (0, 2, 1)
+    ]
+    await turns()
+    await running.end_all()
+    assert until[1:] == [later + 2]
+    assert [task.result() for task in (first, *others)] == ["FIRST", "0", "2", "1"]
+
+
+@pytest.mark.usefixtures("little_room")
 @pytest.mark.parametrize("coalesce", list(Coalesce))
 @pytest.mark.parametrize("seed", range(20))
 async def test_whatever_happens_each_call_is_answered_once_and_all_room_is_free_again(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -22,24 +23,44 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
+Statement = TypeVar("Statement")
+
+
+def built_once(build: Callable[[Connection], Statement]) -> Callable[[Connection], Statement]:
+    """Let `build` make its statement once for each dialect: to build one takes several times as long as to run it."""
+    built: dict[str, Statement] = {}
+
+    @wraps(build)
+    def get(connection: Connection) -> Statement:
+        name = connection.dialect.name
+        if name not in built:
+            built[name] = build(connection)
+        return built[name]
+
+    return get
+
 
 def insert_if_absent(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
     """Return an INSERT into `table` that does nothing when the primary key exists; its row count tells which."""
-    if is_postgresql(connection):
-        return postgresql.insert(table).on_conflict_do_nothing()
-    return sqlite.insert(table).on_conflict_do_nothing()
+    return _insert_if_absent(is_postgresql(connection), table)
 
 
-def locking(connection: Connection, row: Select[Any], name: str, *, exclusive: bool) -> Select[Any]:
+@cache
+def _insert_if_absent(for_postgresql: bool, table: Table) -> postgresql.Insert | sqlite.Insert:
+    return (postgresql if for_postgresql else sqlite).insert(table).on_conflict_do_nothing()
+
+
+def locking(connection: Connection, row: Select[Any], *, exclusive: bool) -> Select[Any]:
     """Return a query for the one row that `row` selects, which locks it until the transaction ends.
 
-    On PostgreSQL it first takes its turn by an advisory lock on `name`: row locks have no queue, so that a share lock
-    would overtake the freeze that waits for those before it. SQLite has one writer at a time anyway.
+    On PostgreSQL it first takes its turn by the advisory lock whose number is the parameter `lock_number`: row locks
+    have no queue, so that a share lock would overtake the freeze that waits for those before it. SQLite has one writer
+    at a time anyway.
     """
     if not is_postgresql(connection):
         return row
     lock = func.pg_advisory_xact_lock if exclusive else func.pg_advisory_xact_lock_shared
-    number = bindparam(None, lock_number(name), BigInteger)
+    number = bindparam("lock_number", type_=BigInteger())
     turn = select(cast(lock(number), Text).label("taken")).subquery("turn")
     # Reading from `turn` makes the row wait for it.
     locked = row.where(turn.c.taken.is_not(None)).with_for_update(read=not exclusive).lateral("locked")

@@ -12,11 +12,37 @@ from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import BigInteger, Connection, bindparam, func, insert, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Text,
+    and_,
+    bindparam,
+    func,
+    insert,
+    select,
+    update,
+)
 
 from tokencustody.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
-from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_number, locking
+from tokencustody.sql.dialects import built_once, insert_if_absent, is_postgresql, lock_number, locking
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, failures, fences, snapshot_versions
+
+# A statement names the rollout and the call by parameters, so that it is built only once.
+_RUN = bindparam("in_run", type_=Text())
+_ROLLOUT = bindparam("in_rollout", type_=Text())
+_CALL = bindparam("call", type_=Text())
+
+
+def of_rollout(table: Any) -> ColumnElement[bool]:
+    """Return the condition that a row of `table` belongs to the rollout of `RolloutKey.named`."""
+    return and_(table.c.run == _RUN, table.c.rollout_id == _ROLLOUT)
+
+
+def of_call(table: Any) -> ColumnElement[bool]:
+    """Return the condition that a row of `table` is that of the call of `RolloutKey.named`."""
+    return and_(of_rollout(table), table.c.model_call_id == _CALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +55,11 @@ class RolloutKey:
     def columns(self) -> dict[str, str]:
         """Return the key as column values."""
         return {"run": self.run, "rollout_id": self.rollout_id}
+
+    def named(self, model_call_id: str | None = None, **others: Any) -> dict[str, Any]:
+        """Return the parameters of a statement on this rollout, or on one call of it, with its other ones."""
+        call = {} if model_call_id is None else {"call": model_call_id}
+        return {"in_run": self.run, "in_rollout": self.rollout_id, **call, **others}
 
     @property
     def lock_name(self) -> str:
@@ -69,12 +100,24 @@ class Fence:
     incomplete: bool
 
 
+_FENCE = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(
+    of_rollout(fences)
+)
+_LOCKING = built_once(lambda connection: locking(connection, _FENCE, exclusive=True))
+_SHARING = built_once(lambda connection: locking(connection, _FENCE, exclusive=False))
+_HAPPENED = select(snapshot_versions.c.version).where(
+    of_rollout(snapshot_versions), snapshot_versions.c.event_id == bindparam("event_id")
+)
+_ADVANCE = update(fences).where(of_rollout(fences))
+_ADD_VERSION = insert(snapshot_versions)
+_ADD_FAILURE = insert(failures)
+
+
 def find_fence_txn(connection: Connection, key: RolloutKey, *, exclusive: bool) -> Fence | None:
     """Lock and return the fence, or return None when the rollout has none."""
-    found = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(
-        key.of(fences)
-    )
-    row = connection.execute(locking(connection, found, key.lock_name, exclusive=exclusive)).one_or_none()
+    row = connection.execute(
+        (_LOCKING if exclusive else _SHARING)(connection), key.named(lock_number=lock_number(key.lock_name))
+    ).one_or_none()
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
 
 
@@ -125,11 +168,7 @@ def refuse_if_retired(fence: Fence, key: RolloutKey, what: str) -> None:
 
 def happened_txn(connection: Connection, key: RolloutKey, stamp: Stamp) -> bool:
     """Return whether an earlier try of the stamped event was committed after all."""
-    versions = snapshot_versions.c
-    found = connection.execute(
-        select(versions.version).where(key.of(snapshot_versions), versions.event_id == stamp.event_id)
-    )
-    return found.first() is not None
+    return connection.execute(_HAPPENED, key.named(event_id=stamp.event_id)).first() is not None
 
 
 def advance_txn(
@@ -144,7 +183,7 @@ def advance_txn(
 ) -> int:
     """Give an exclusively locked fence its next version, with `changes` to its columns. Returns that version."""
     version = fence.version + 1
-    connection.execute(update(fences).where(key.of(fences)).values(version=version, **changes))
+    connection.execute(_ADVANCE, key.named(version=version, **changes))
     snapshot_id = changes.get("snapshot_id", fence.snapshot_id)
     _add_version_txn(
         connection, key, version, event, stamp.by, stamp.at, stamp.event_id, snapshot_id, model_call_id
@@ -168,7 +207,7 @@ def fail_txn(
     """Mark an exclusively locked rollout incomplete, with the evidence in `failures`."""
     version = advance_txn(connection, key, fence, event, stamp, model_call_id=model_call_id, incomplete=True)
     connection.execute(
-        insert(failures),
+        _ADD_FAILURE,
         {
             **key.columns(),
             "version": version,
@@ -195,7 +234,7 @@ def _add_version_txn(
     model_call_id: str = "",
 ) -> None:
     connection.execute(
-        insert(snapshot_versions),
+        _ADD_VERSION,
         {
             **key.columns(),
             "version": version,

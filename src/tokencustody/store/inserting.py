@@ -18,8 +18,8 @@ from tokencustody.sql.multirow import ValueAdapter, execute_in_pieces, from_arra
 from tokencustody.sql.postgresql import Statement
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, staged_calls
 from tokencustody.sql.transactions import SharedWrite
-from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn, try_turn_txn
-from tokencustody.store.reading import is_conflicting
+from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn, of_call, try_turn_txn
+from tokencustody.store.reading import IS_CONFLICTING
 
 _KEY = ("run", "rollout_id", "model_call_id")
 Key = tuple[str, str, str]
@@ -254,16 +254,14 @@ class CallInsert:
         return [*values, call.base_sha256] if self._fenced else values
 
 
+_BASE = select(entries.c.payload_sha256).where(of_call(entries), ~IS_CONFLICTING)
+
+
 def base_is_there_txn(connection: Connection, call: NewCall) -> bool:
     """Return whether a call whose fence is locked can lean on its base, or needs none."""
     if call.base_sha256 is None:
         return True
-    of_parent = entries.c.model_call_id == call.row["parent_call_id"]
-    held = connection.scalar(
-        select(entries.c.payload_sha256).where(
-            call.rollout.of(entries), of_parent, ~is_conflicting(call.rollout)
-        )
-    )
+    held = connection.scalar(_BASE, call.rollout.named(call.row["parent_call_id"]))
     return held == call.base_sha256
 
 

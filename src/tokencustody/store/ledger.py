@@ -17,7 +17,7 @@ from tokencustody.sql.codec import first_problem
 from tokencustody.sql.tables import FenceState, fences, ledger_calls, ledger_failures
 from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, ManifestFailure, RolloutManifest
 from tokencustody.store.base import now
-from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn
+from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn, of_call, of_rollout
 from tokencustody.store.ids import check_call_id, check_rollout_id, check_text
 from tokencustody.store.lineage import SqlLineageResolver
 from tokencustody.store.removal import RolloutRemover
@@ -30,6 +30,18 @@ MISSING_CHAIN_HASH_REASON = "ledger_row_missing_chain_hash"
 # The columns of a call that are fields of its manifest row.
 _RECORD_COLUMNS = tuple(name for name in CallRecord.model_fields if name in ledger_calls.c)
 _MAX_COLUMN_INT = 2**63 - 1
+
+
+_IDENTITY = {ledger_calls: ledger_calls.c.payload_sha256, ledger_failures: ledger_failures.c.reason}
+_HELD = {table: select(identity).where(of_call(table)) for table, identity in _IDENTITY.items()}
+_ROWS = {table: select(table).where(of_rollout(table)).order_by(table.c.position) for table in _IDENTITY}
+_ADD = {table: insert(table) for table in _IDENTITY}
+_POSITIONS = union_all(
+    *(select(func.max(table.c.position).label("position")).where(of_rollout(table)) for table in _IDENTITY)
+).subquery()
+# MAX rather than EXISTS, for which a planner with old statistics reads the table until a row turns up.
+_LAST_POSITION = select(func.max(_POSITIONS.c.position))
+_STATE = select(fences.c.state).where(of_rollout(fences))
 
 
 class SqlLineageStore(SqlLineageResolver, RolloutRemover):
@@ -116,7 +128,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
 
         def look(connection: Connection) -> bool:
             _refuse_if_retired_txn(connection, key)
-            return connection.scalar(_last_position(key)) is not None
+            return connection.scalar(_LAST_POSITION, key.named()) is not None
 
         return await self._database.read(look)
 
@@ -172,13 +184,8 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
 
         def read(connection: Connection) -> tuple[Sequence[Any], Sequence[Any]]:
             _refuse_if_retired_txn(connection, key)
-            calls = connection.execute(
-                select(ledger_calls).where(key.of(ledger_calls)).order_by(ledger_calls.c.position)
-            )
-            failures = connection.execute(
-                select(ledger_failures).where(key.of(ledger_failures)).order_by(ledger_failures.c.position)
-            )
-            return calls.all(), failures.all()
+            calls, failures = (connection.execute(rows, key.named()).all() for rows in _ROWS.values())
+            return calls, failures
 
         return await self._database.read(read)
 
@@ -194,35 +201,19 @@ def _lock_txn(connection: Connection, key: RolloutKey, stamp: Stamp) -> str:
 def _add_txn(connection: Connection, key: RolloutKey, table: Any, row: dict[str, Any], stamp: Stamp) -> None:
     """Add a row at the rollout's next position. The same row again is a no-op; other data is a conflict."""
     call = row["model_call_id"]
-    identity = table.c.payload_sha256 if table is ledger_calls else table.c.reason
-    held = connection.scalar(select(identity).where(key.of(table), table.c.model_call_id == call))
+    identity = _IDENTITY[table]
+    held = connection.scalar(_HELD[table], key.named(call))
     if held is not None and held == row[identity.name]:
         return
-    failed = table is ledger_calls and connection.scalar(
-        select(ledger_failures.c.reason).where(
-            key.of(ledger_failures), ledger_failures.c.model_call_id == call
-        )
-    )
+    failed = table is ledger_calls and connection.scalar(_HELD[ledger_failures], key.named(call))
     if held is not None or failed:
         said = f"it was recorded as failed ({failed})" if failed else "it was recorded before with other data"
         raise PayloadConflictError(
             f"conflicting ledger record for model call {call} of rollout {key.rollout_id}: {said}; that stays"
         )
-    last = connection.scalar(_last_position(key))
+    last = connection.scalar(_LAST_POSITION, key.named())
     signed = {"committed_at" if table is ledger_calls else "recorded_at": stamp.at, "written_by": stamp.by}
-    connection.execute(insert(table), {**key.columns(), **row, "position": (last or 0) + 1, **signed})
-
-
-def _last_position(key: RolloutKey) -> Any:
-    """Return the query for the highest position in a rollout's ledger, NULL when it has no row."""
-    # MAX rather than EXISTS, for which a planner with old statistics reads the table until a row turns up.
-    positions = union_all(
-        *(
-            select(func.max(table.c.position).label("position")).where(key.of(table))
-            for table in (ledger_calls, ledger_failures)
-        )
-    ).subquery()
-    return select(func.max(positions.c.position))
+    connection.execute(_ADD[table], {**key.columns(), **row, "position": (last or 0) + 1, **signed})
 
 
 def _row_of_commit(commit: CaptureLedgerCommit) -> dict[str, Any]:
@@ -332,7 +323,7 @@ def _imported(rollout_id: str, number: int, row: Mapping[str, Any]) -> tuple[Any
 
 
 def _refuse_if_retired_txn(connection: Connection, key: RolloutKey) -> None:
-    state = connection.scalar(select(fences.c.state).where(key.of(fences)))
+    state = connection.scalar(_STATE, key.named())
     if state == FenceState.RETIRED:
         raise _retired(key)
 

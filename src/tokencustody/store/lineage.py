@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, or_, select
+from sqlalchemy import Connection, bindparam, or_, select
 
 from tokencustody.errors import InvalidRecordError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
@@ -19,9 +19,9 @@ from tokencustody.sql.chains import check_recorded, unpack_chain
 from tokencustody.sql.codec import PackedIds, digest_of_ids
 from tokencustody.sql.tables import entries, ledger_calls
 from tokencustody.store.base import SqlStore
-from tokencustody.store.fence import RolloutKey
+from tokencustody.store.fence import RolloutKey, of_rollout
 from tokencustody.store.ids import check_rollout_id
-from tokencustody.store.reading import chain_txn, is_conflicting
+from tokencustody.store.reading import IS_CONFLICTING, chain_txn
 from tokencustody.store.sequences import KnownSequence, KnownSequences
 
 
@@ -49,12 +49,15 @@ class SqlLineageResolver(SqlStore):
             return ROOT
 
         def choose(connection: Connection, candidates: Any) -> tuple[Candidate | str, dict[str, Any]]:
-            rows = {row.model_call_id: row for row in connection.execute(candidates)}
+            rows = {
+                row.model_call_id: row
+                for row in connection.execute(candidates, key.named(fingerprint=fingerprint))
+            }
             with _naming_request_items():
                 return choose_parent([Candidate(*row[:5]) for row in rows.values()], request_items), rows
 
         def decide(connection: Connection) -> LineageResolution | _Parent:
-            choice, rows = choose(connection, _candidates(key, fingerprint))
+            choice, rows = choose(connection, _CANDIDATES)
             if isinstance(choice, Candidate):
                 row = rows[choice.model_call_id]
                 known = None if row.prompt_is_delta else sequences.find(key, choice.model_call_id)
@@ -62,7 +65,7 @@ class SqlLineageResolver(SqlStore):
                     return _Parent(row, known=known)
                 return _Parent(row, chain=chain_txn(connection, key, choice.model_call_id))
             if choice == NO_MATCH:
-                choice, rows = choose(connection, _ledger_candidates(key, fingerprint))
+                choice, rows = choose(connection, _LEDGER_CANDIDATES)
             if isinstance(choice, Candidate):
                 return _resolved_to_ledger(rows[choice.model_call_id])
             return unresolved(choice)
@@ -73,6 +76,39 @@ class SqlLineageResolver(SqlStore):
         if isinstance(decision, LineageResolution):
             return decision
         return _resolved(sequences, key, decision)
+
+
+_CALL = entries.c
+_CANDIDATES = select(
+    _CALL.model_call_id,
+    _CALL.continuation_context_len,
+    _CALL.continuation_context_digest,
+    _CALL.digest,
+    _CALL.cum_len,
+    _CALL.payload_sha256,
+    _CALL.prompt_is_delta,
+).where(
+    of_rollout(entries),
+    _CALL.continuation_fingerprint == bindparam("fingerprint"),
+    or_(_CALL.fingerprint_version == FINGERPRINT_VERSION, _CALL.fingerprint_version.is_(None)),
+    ~IS_CONFLICTING,
+)
+_RECORDED = ledger_calls.c
+# Unversioned rows do not count, nor rows that no child could be chained to.
+_LEDGER_CANDIDATES = select(
+    _RECORDED.model_call_id,
+    _RECORDED.continuation_context_len,
+    _RECORDED.continuation_context_digest,
+    _RECORDED.cumulative_hash,
+    _RECORDED.cum_len,
+    _RECORDED.staging_chain,
+    _RECORDED.chain_hash,
+).where(
+    of_rollout(ledger_calls),
+    _RECORDED.continuation_fingerprint == bindparam("fingerprint"),
+    _RECORDED.fingerprint_version == FINGERPRINT_VERSION,
+    _RECORDED.chain_hash.is_not(None),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,43 +142,6 @@ def _naming_request_items() -> Iterator[None]:
         yield
     except ValueError as exc:
         raise InvalidRecordError(f"request_items: {exc}") from None
-
-
-def _candidates(key: RolloutKey, fingerprint: str) -> Any:
-    call = entries.c
-    return select(
-        call.model_call_id,
-        call.continuation_context_len,
-        call.continuation_context_digest,
-        call.digest,
-        call.cum_len,
-        call.payload_sha256,
-        call.prompt_is_delta,
-    ).where(
-        key.of(entries),
-        call.continuation_fingerprint == fingerprint,
-        or_(call.fingerprint_version == FINGERPRINT_VERSION, call.fingerprint_version.is_(None)),
-        ~is_conflicting(key),
-    )
-
-
-def _ledger_candidates(key: RolloutKey, fingerprint: str) -> Any:
-    call = ledger_calls.c
-    # Unversioned rows do not count, nor rows that no child could be chained to.
-    return select(
-        call.model_call_id,
-        call.continuation_context_len,
-        call.continuation_context_digest,
-        call.cumulative_hash,
-        call.cum_len,
-        call.staging_chain,
-        call.chain_hash,
-    ).where(
-        key.of(ledger_calls),
-        call.continuation_fingerprint == fingerprint,
-        call.fingerprint_version == FINGERPRINT_VERSION,
-        call.chain_hash.is_not(None),
-    )
 
 
 def _resolved_to_ledger(row: Any) -> LineageResolution:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, literal, select
+from sqlalchemy import Connection, select
 
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
@@ -20,6 +20,7 @@ from tokencustody.store.fence import (
     fail_txn,
     happened_txn,
     lock_fence_txn,
+    of_call,
     refuse_if_frozen,
 )
 from tokencustody.store.inserting import NewCall, base_is_there_txn
@@ -27,6 +28,10 @@ from tokencustody.store.reading import chain_txn
 from tokencustody.store.sequences import KnownSequence
 
 _LONGEST_AUDIT_TEXT = 512
+
+
+_IDENTITY = select(entries.c.payload_sha256).where(of_call(entries))
+_WRITTEN = select(entries.c.committed_at, entries.c.written_by).where(of_call(entries))
 
 
 @dataclass(frozen=True)
@@ -58,15 +63,13 @@ class Put:
         Raises TokenCaptureFrozenError or TokenCaptureRetiredError after the fence.
         """
         fence = lock_fence_txn(connection, self.key, self.stamp, exclusive=False)
-        if fence.state is not FenceState.OPEN and written_txn(
-            connection, self._this_call, entries.c.committed_at, self.stamp
-        ):
+        if fence.state is not FenceState.OPEN and self._is_written_txn(connection):
             return True
         refuse_if_frozen(fence, self.key, f"call {self.entry.model_call_id}")
         call = self.call if base_is_there_txn(connection, self.call) else self.whole_call
         if connection.execute(insert_if_absent(connection, entries), call.row).rowcount:
             return True
-        held: str | None = connection.scalar(select(entries.c.payload_sha256).where(self._this_call))
+        held: str | None = connection.scalar(_IDENTITY, self._named)
         return held == self.packed.sha256
 
     def compare_txn(self, connection: Connection) -> list[str] | None:
@@ -80,7 +83,7 @@ class Put:
         call_id = self.entry.model_call_id
         if not recorded:
             refuse_if_frozen(fence, self.key, f"call {call_id}")
-        first: str | None = connection.scalar(select(entries.c.payload_sha256).where(self._this_call))
+        first: str | None = connection.scalar(_IDENTITY, self._named)
         if first is None or first == self.packed.sha256:
             return None
         fields = differing_fields(read_call_txn(connection, self.key, call_id), self.entry)
@@ -99,9 +102,14 @@ class Put:
             )
         return fields
 
-    @cached_property
-    def _this_call(self) -> ColumnElement[bool]:
-        return and_(self.key.of(entries), entries.c.model_call_id == self.entry.model_call_id)
+    @property
+    def _named(self) -> dict[str, Any]:
+        return self.key.named(self.entry.model_call_id)
+
+    def _is_written_txn(self, connection: Connection) -> bool:
+        """Return whether an earlier try of this very write was committed, though its answer was lost."""
+        row = connection.execute(_WRITTEN, self._named).one_or_none()
+        return row is not None and tuple(row) == (self.stamp.at, self.stamp.by)
 
     def _row(self, shared: SharedPayload | None) -> dict[str, Any]:
         entry, packed = self.entry, self.packed
@@ -133,14 +141,6 @@ class Put:
             "shared_len": 0 if shared is None or self.base is None else len(self.base.ids),
             "stored_sha256": None if shared is None else shared.sha256,
         }
-
-
-def written_txn(
-    connection: Connection, this_call: ColumnElement[bool], stamped_at: Any, stamp: Stamp
-) -> bool:
-    """Return whether an earlier try of this very write was committed, though its answer was lost."""
-    written = this_call & (stamped_at == stamp.at) & (stamped_at.table.c.written_by == stamp.by)
-    return connection.scalar(select(literal(1)).where(written)) is not None
 
 
 def read_call_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> TokenEntry:

@@ -19,11 +19,20 @@ from tokencustody.sql.tables import (
     snapshot_versions,
 )
 from tokencustody.store.base import SqlStore, now
-from tokencustody.store.fence import RolloutKey, Stamp, advance_txn, find_fence_txn, lock_fence_txn
+from tokencustody.store.fence import (
+    RolloutKey,
+    Stamp,
+    advance_txn,
+    find_fence_txn,
+    lock_fence_txn,
+    of_rollout,
+)
 from tokencustody.store.ids import check_batch
 
 # What a rollout holds besides its fence and its history. Staged token data is its framework's to delete.
 _RECORDS = (entries, intents, failures, ledger_calls, ledger_failures)
+
+_DELETE = {table: delete(table).where(of_rollout(table)) for table in (*_RECORDS, snapshot_versions, fences)}
 
 _Removal = Callable[[Connection, RolloutKey, Stamp], bool]
 
@@ -67,7 +76,7 @@ class RolloutRemover(SqlStore):
                 return False
             removed = remove_records_txn(connection, key)
             for table in (snapshot_versions, fences):
-                connection.execute(delete(table).where(key.of(table)))
+                connection.execute(_DELETE[table], key.named())
             return removed > 0
 
         return await self._for_each(rollout_ids, delete_one)
@@ -96,5 +105,5 @@ def remove_records_txn(connection: Connection, key: RolloutKey) -> int:
     """Delete everything an exclusively locked rollout holds but its fence and history; return the number of rows."""
     removed = 0
     for table in _RECORDS:
-        removed += connection.execute(delete(table).where(key.of(table))).rowcount
+        removed += connection.execute(_DELETE[table], key.named()).rowcount
     return removed

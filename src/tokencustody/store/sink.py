@@ -26,12 +26,13 @@ from tokencustody.store.fence import (
     fail_txn,
     happened_txn,
     lock_fence_txn,
+    of_call,
     refuse_if_frozen,
     refuse_if_retired,
 )
 from tokencustody.store.ids import check_call_id, check_rollout_id, is_call_id
 from tokencustody.store.inserting import CallInsert, NewCall
-from tokencustody.store.putting import Put, find_base_txn, written_txn
+from tokencustody.store.putting import Put, find_base_txn
 from tokencustody.store.sequences import KnownSequence, KnownSequences
 
 # About what an intent takes on its way.
@@ -39,6 +40,10 @@ _INTENT_SIZE = 1024
 
 _ENTRIES = CallInsert(entries, "committed_at", "payload_sha256")
 _INTENTS = CallInsert(intents, "begun_at")
+_ANNOUNCED = select(intents.c.begun_at, intents.c.written_by).where(of_call(intents))
+_REFUSAL = select(intents.c.refusal_code).where(of_call(intents))
+_REFUSE = update(intents).where(of_call(intents))
+_ADD_INTENT = insert(intents)
 
 
 class SqlTokenSink(SqlStore):
@@ -81,11 +86,11 @@ class SqlTokenSink(SqlStore):
 
         def announce(connection: Connection) -> None:
             fence = lock_fence_txn(connection, key, stamp, exclusive=False)
-            this_intent = key.of(intents) & (intents.c.model_call_id == model_call_id)
-            if fence.state is not FenceState.OPEN and written_txn(
-                connection, this_intent, intents.c.begun_at, stamp
-            ):
-                return
+            if fence.state is not FenceState.OPEN:
+                # An earlier try was committed if it stands there, though its answer was lost.
+                written = connection.execute(_ANNOUNCED, key.named(model_call_id)).one_or_none()
+                if written is not None and tuple(written) == (stamp.at, stamp.by):
+                    return
             refuse_if_frozen(fence, key, f"the intent of call {model_call_id}")
             connection.execute(insert_if_absent(connection, intents), _intent(key, model_call_id, stamp))
 
@@ -105,21 +110,19 @@ class SqlTokenSink(SqlStore):
         check_call_id(model_call_id)
         check_call_id(code, "code")
         stamp = Stamp.make(now(), self.written_by)
-        this_intent = key.of(intents) & (intents.c.model_call_id == model_call_id)
 
         def refuse(connection: Connection) -> str:
             fence = lock_fence_txn(connection, key, stamp, exclusive=True)
-            found = connection.execute(select(intents.c.refusal_code).where(this_intent)).one_or_none()
+            found = connection.execute(_REFUSAL, key.named(model_call_id)).one_or_none()
             held: str | None = None if found is None else found.refusal_code
             if happened_txn(connection, key, stamp):
                 return held or code
             refuse_if_frozen(fence, key, f"the refusal of call {model_call_id}")
             if found is None:
-                connection.execute(insert(intents), _intent(key, model_call_id, stamp))
+                connection.execute(_ADD_INTENT, _intent(key, model_call_id, stamp))
             if held is None:
-                connection.execute(
-                    update(intents).where(this_intent).values(refusal_code=code, refused_at=stamp.at)
-                )
+                refusal = key.named(model_call_id, refusal_code=code, refused_at=stamp.at)
+                connection.execute(_REFUSE, refusal)
                 advance_txn(connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id)
                 return code
             if held != code:

@@ -21,6 +21,7 @@ from tokencustody.store.fence import (
     advance_txn,
     find_fence_txn,
     lock_fence_txn,
+    of_rollout,
     refuse_if_retired,
 )
 from tokencustody.store.ids import check_rollout_id
@@ -35,6 +36,20 @@ class _Frozen:
     incomplete: bool
     calls: Sequence[Any]
     refusals: tuple[CallRefusal, ...]
+
+
+_REFUSED = (
+    select(intents.c.model_call_id, intents.c.refusal_code)
+    .where(of_rollout(intents), intents.c.refusal_code.is_not(None))
+    .order_by(intents.c.model_call_id)
+)
+# EXCEPT rather than NOT EXISTS: without statistics PostgreSQL would read every entry again for each intent.
+_DANGLING = (
+    select(intents.c.model_call_id)
+    .where(of_rollout(intents), intents.c.refusal_code.is_(None))
+    .except_(select(entries.c.model_call_id).where(of_rollout(entries)))
+    .limit(1)
+)
 
 
 class SqlTokenSource(RolloutRemover):
@@ -73,11 +88,7 @@ class SqlTokenSource(RolloutRemover):
                     frozen_at=stamp.at,
                 )
             calls = all_calls_txn(connection, key)
-            refused = connection.execute(
-                select(intents.c.model_call_id, intents.c.refusal_code)
-                .where(key.of(intents), intents.c.refusal_code.is_not(None))
-                .order_by(intents.c.model_call_id)
-            )
+            refused = connection.execute(_REFUSED, key.named())
             refusals = tuple(CallRefusal(row.model_call_id, row.refusal_code) for row in refused)
             return _Frozen(snapshot_id, version, incomplete, calls, refusals)
 
@@ -130,8 +141,4 @@ class SqlTokenSource(RolloutRemover):
 
 
 def _has_dangling_intent_txn(connection: Connection, key: RolloutKey) -> bool:
-    # EXCEPT rather than NOT EXISTS: without statistics PostgreSQL would read every entry again for each intent.
-    announced = select(intents.c.model_call_id).where(key.of(intents), intents.c.refusal_code.is_(None))
-    captured = select(entries.c.model_call_id).where(key.of(entries))
-    dangling = announced.except_(captured).limit(1)
-    return connection.execute(dangling).first() is not None
+    return connection.execute(_DANGLING, key.named()).first() is not None
