@@ -13,7 +13,7 @@ from tokencustody.staging.digest import compute_chain_hash, compute_extras_diges
 from tokencustody.staging.records import CaptureLedgerCommit, StagedCallRecord
 
 CALLS = 10  # of a rollout, unless its workload says otherwise
-NEW_IDS, SAMPLED_IDS = 200, 300  # of each call of a growing rollout
+NEW_IDS, SAMPLED_IDS = 250, 500  # of each call of a growing rollout
 # One object for each token: a list of tokens then costs eight bytes a token, whatever it holds.
 _VOCABULARY = list(range(151_936))
 

@@ -47,7 +47,9 @@ def insert_if_absent(connection: Connection, table: Table) -> postgresql.Insert 
 
 @cache
 def _insert_if_absent(for_postgresql: bool, table: Table) -> postgresql.Insert | sqlite.Insert:
-    return (postgresql if for_postgresql else sqlite).insert(table).on_conflict_do_nothing()
+    if for_postgresql:
+        return postgresql.insert(table).on_conflict_do_nothing()
+    return sqlite.insert(table).on_conflict_do_nothing()
 
 
 def locking(connection: Connection, row: Select[Any], *, exclusive: bool) -> Select[Any]:

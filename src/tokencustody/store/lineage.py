@@ -49,10 +49,8 @@ class SqlLineageResolver(SqlStore):
             return ROOT
 
         def choose(connection: Connection, candidates: Any) -> tuple[Candidate | str, dict[str, Any]]:
-            rows = {
-                row.model_call_id: row
-                for row in connection.execute(candidates, key.named(fingerprint=fingerprint))
-            }
+            found = connection.execute(candidates, key.named(fingerprint=fingerprint))
+            rows = {row.model_call_id: row for row in found}
             with _naming_request_items():
                 return choose_parent([Candidate(*row[:5]) for row in rows.values()], request_items), rows
 
