@@ -327,12 +327,11 @@ async def test_a_call_gives_up_at_its_own_time_wherever_it_waits(where: str) -> 
     running, gatherer = gathering()
     soon = asyncio.get_running_loop().time() + 0.05
     first = submit(gatherer, "first", size=10 if where == "outside" else 2)
-    if where == "in a batch":
-        await turns()
-        running.end_one()
     waiting = asyncio.create_task(gatherer.submit("waiting", rollout=None, size=2, give_up=soon))
     neighbour = submit(gatherer, "neighbour")
     if where == "in a batch":
+        await turns()
+        running.end_one()
         await turns()
         assert running.started == [["first"], ["waiting", "neighbour"]]
     with pytest.raises(TimeoutError):
@@ -355,7 +354,8 @@ async def test_a_batch_is_given_until_its_last_call_gives_up() -> None:
     first = submit(gatherer, "first")
     await turns()
     others = [
-        asyncio.create_task(gatherer.submit(f"{n}", rollout=None, size=1, give_up=later + n)) for n in (0, 2, 1)
+        asyncio.create_task(gatherer.submit(f"{n}", rollout=None, size=1, give_up=later + n))
+        for n in (0, 2, 1)
     ]
     await turns()
     await running.end_all()
@@ -410,7 +410,9 @@ async def test_whatever_happens_each_call_is_answered_once_and_all_room_is_free_
             assert isinstance(task.exception(), KeyError)
         elif task.exception() is not None:
             assert isinstance(task.exception(), StoreUnavailableError)
-            assert any(name in batch and any(i.startswith("gone") for i in batch) for batch in running.started)
+            assert any(
+                name in batch and any(i.startswith("gone") for i in batch) for batch in running.started
+            )
         else:
             assert task.result() == name.upper()
             assert sum(batch.count(name) for batch in running.ended) == 1

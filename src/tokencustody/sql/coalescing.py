@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tokencustody.errors import StoreUnavailableError
 
@@ -77,19 +77,24 @@ class Gatherer(Generic[Item, Answer]):
         Raises TimeoutError soon after the loop's clock reads `give_up`. A call that is cancelled or out of time
         is over when this raises, unless others wait for the same transaction.
         """
-        call: _Call[Item, Answer] | None = None
+        loop = asyncio.get_running_loop()
+        if self._outside or not self._fits(size):
+            async with asyncio.timeout_at(give_up):
+                await self._let_in(size)
+        else:
+            self._bytes += size
+        call: _Call[Item, Answer] = _Call(item, size, self._group(rollout), give_up, loop.create_future())
+        # Cheaper than asyncio.timeout, which every call would pay for.
+        alarm = loop.call_at(give_up + _GRACE, _out_of_time, call.answer)
+        self._groups.setdefault(call.group, deque()).append(call)
+        self._start()
         try:
-            async with asyncio.timeout_at(give_up + _GRACE):
-                await self._room(size)
-                answer = asyncio.get_running_loop().create_future()
-                call = _Call(item, size, self._group(rollout), give_up, answer)
-                self._groups.setdefault(call.group, deque()).append(call)
-                self._start()
-                return await call.answer
+            return await call.answer
         except (asyncio.CancelledError, TimeoutError):
-            if call is not None:
-                await self._abandon(call)
+            await self._abandon(call)
             raise
+        finally:
+            alarm.cancel()
 
     def _group(self, rollout: Hashable) -> Hashable:
         match self.coalesce:
@@ -102,10 +107,7 @@ class Gatherer(Generic[Item, Answer]):
 
     # Room for bytes is given in the order in which callers came, and taken before they are woken.
 
-    async def _room(self, size: int) -> None:
-        if not self._outside and self._fits(size):
-            self._bytes += size
-            return
+    async def _let_in(self, size: int) -> None:
         let_in = asyncio.get_running_loop().create_future()
         place = (size, let_in)
         self._outside.append(place)
@@ -211,3 +213,8 @@ class Gatherer(Generic[Item, Answer]):
                     await asyncio.wait([batch.task])
                 except asyncio.CancelledError:
                     continue
+
+
+def _out_of_time(answer: asyncio.Future[Any]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 from sqlalchemy import (
@@ -33,9 +33,8 @@ _TYPES: dict[type[Any], str] = {
     LargeBinary: "bytea",
     UtcTime: "timestamptz",
 }
-# SQLite prepares a statement for each number of rows. With these there are few, and seldom more than two for a batch.
-_PIECE = 16
-_LONGEST_PIECE = 64
+# SQLite prepares a statement for each number of rows, so there are only these; the last row is repeated to fill one up.
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def type_names(table: Table) -> list[str]:
@@ -62,14 +61,16 @@ def execute_in_pieces(
     columns: tuple[str, ...],
     rows: Sequence[Sequence[Any]],
 ) -> Iterator[CursorResult[Any]]:
-    """Execute, on SQLite, `statement` of `asked` for all rows, piece by piece."""
-    done = 0
-    while done < len(rows):
-        left = len(rows) - done
-        size = left if left < _PIECE else min(left - left % _PIECE, _LONGEST_PIECE)
-        values = tuple(chain.from_iterable(rows[done : done + size]))
+    """Execute, on SQLite, `statement` of `asked` for all rows, piece by piece.
+
+    A row may be in `asked` more than once, so the statement must be one that repeating it changes nothing.
+    """
+    for start in range(0, len(rows), _SIZES[-1]):
+        piece = rows[start : start + _SIZES[-1]]
+        size = next(size for size in _SIZES if size >= len(piece))
+        filled = chain(piece, repeat(piece[-1], size - len(piece)))
+        values = tuple(chain.from_iterable(filled))
         yield connection.exec_driver_sql(statement(from_values(columns, size)), values)
-        done += size
 
 
 class ValueAdapter:

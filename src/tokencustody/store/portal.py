@@ -37,14 +37,18 @@ class BackgroundLoop:
         """Return the result of `work()`. Raises what it raises, and StoreClosedError after `close`."""
         pid = os.getpid()
         call = _Call(work)
-        with self._lock(pid):
-            if self._closed:
-                raise StoreClosedError(f"{self._name} is closed")
-            if pid not in self._workers:
-                self._workers[pid] = _Worker()
-            worker = self._workers[pid]
-            worker.start(call)
-        return worker.result_of(call)
+        try:
+            with self._lock(pid):
+                if self._closed:
+                    raise StoreClosedError(f"{self._name} is closed")
+                if pid not in self._workers:
+                    self._workers[pid] = _Worker()
+                self._workers[pid].start(call)
+            call.wait()
+        except BaseException:
+            call.abandon()  # does something only when the caller was interrupted
+            raise
+        return call.result()
 
     def close(self) -> None:
         """Let the calls that are running finish, then end the thread. Idempotent."""
@@ -71,19 +75,26 @@ class BackgroundLoop:
 class _Call(Generic[Result]):
     """A caller's coroutine, and the lock that it waits for until that has ended."""
 
-    __slots__ = ("_ended", "_error", "_result", "task", "work")
+    __slots__ = ("_abandoned", "_ended", "_error", "_result", "_task", "_work")
 
     def __init__(self, work: Work[Result]) -> None:
-        self.work = work
-        self.task: asyncio.Task[None] | None = None
+        self._work = work
+        self._task: asyncio.Task[None] | None = None
+        self._abandoned = False
         # A bare lock: a future of concurrent.futures costs as much again as the way into the loop and back.
         self._ended = threading.Lock()
         self._ended.acquire()
         self._error: BaseException | None = None
 
-    async def run(self) -> None:
+    def begin(self, loop: asyncio.AbstractEventLoop) -> asyncio.Task[None]:
+        self._task = loop.create_task(self._run())
+        if self._abandoned:
+            self._task.cancel()
+        return self._task
+
+    async def _run(self) -> None:
         try:
-            self._result = await self.work()
+            self._result = await self._work()
         except BaseException as exc:
             self._error = exc
         finally:
@@ -101,9 +112,12 @@ class _Call(Generic[Result]):
             # Its traceback holds this frame.
             self._error = None
 
-    def cancel(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
+    def abandon(self) -> None:
+        self._abandoned = True
+        if self._task is not None:
+            # A loop that has been closed since has nothing left to cancel.
+            with contextlib.suppress(RuntimeError):
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
 class _Worker:
@@ -132,16 +146,6 @@ class _Worker:
                 self._loop.call_soon_threadsafe(self._fetch)
                 self._woken = True
 
-    def result_of(self, call: _Call[Result]) -> Result:
-        try:
-            call.wait()
-        except BaseException:
-            # The caller was interrupted; a loop that has been closed since has nothing left to cancel.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(call.cancel)
-            raise
-        return call.result()
-
     def finish(self, at_end: Work[None] | None = None) -> None:
         """Let every call that was started before finish, then run `at_end`."""
 
@@ -153,7 +157,8 @@ class _Worker:
 
         call = _Call(wait)
         self.start(call)
-        self.result_of(call)
+        call.wait()
+        call.result()
 
     def end(self, at_end: Work[None]) -> None:
         try:
@@ -167,7 +172,7 @@ class _Worker:
             self._woken = False
             fetched, self._waiting = self._waiting, []
         for call in fetched:
-            task = call.task = self._loop.create_task(call.run())
+            task = call.begin(self._loop)
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
