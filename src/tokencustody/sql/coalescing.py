@@ -84,6 +84,8 @@ class Gatherer(Generic[Item, Answer]):
         else:
             self._bytes += size
         call: _Call[Item, Answer] = _Call(item, size, self._group(rollout), give_up, loop.create_future())
+        if not self._groups and len(self._running) < self.lanes:
+            return await self._alone(call)
         # Cheaper than asyncio.timeout, which every call would pay for.
         alarm = loop.call_at(give_up + _GRACE, _out_of_time, call.answer)
         self._groups.setdefault(call.group, deque()).append(call)
@@ -95,6 +97,18 @@ class Gatherer(Generic[Item, Answer]):
             raise
         finally:
             alarm.cancel()
+
+    async def _alone(self, call: _Call[Item, Answer]) -> Answer:
+        # In the caller's own task: another one would cost two turns of the loop.
+        batch = _Batch([call])
+        self._running.add(batch)
+        try:
+            (answer,) = await self._answers(batch.calls)
+        finally:
+            self._end(batch)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _group(self, rollout: Hashable) -> Hashable:
         match self.coalesce:
