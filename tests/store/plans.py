@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import asyncpg
-from sqlalchemy import Engine, event
+from sqlalchemy import Connection, Engine, event
 
 from tests.support.filling import TABLES
+from tokencustody.sql import multirow
 from tokencustody.sql.postgresql import PostgresqlEngines
 from tokencustody.sql.tables import metadata
 from tokencustody.sql.url import parse_url
@@ -89,12 +90,20 @@ def recorded() -> Iterator[Recorder]:
 
         return await write_statement(engines, noting)
 
+    execute = multirow._execute
+
+    def noted(connection: Connection, text: str, values: tuple[Any, ...]) -> sqlite3.Cursor:
+        recorder.record(None, None, text, values, None, False)
+        return execute(connection, text, values)
+
     event.listen(Engine, "before_cursor_execute", recorder.record)
     PostgresqlEngines.write_statement = recording  # type: ignore[method-assign]
+    multirow._execute = noted
     try:
         yield recorder
     finally:
         PostgresqlEngines.write_statement = write_statement  # type: ignore[method-assign]
+        multirow._execute = execute
         event.remove(Engine, "before_cursor_execute", recorder.record)
 
 

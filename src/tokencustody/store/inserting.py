@@ -247,7 +247,7 @@ class CallInsert:
 
         known = [[row[index] for index in indexes] for row in rows]
         results = execute_in_pieces(connection, select_stored, self._known_by, known)
-        return {_key_of(row) for result in results for row in result}
+        return {(run, rollout_id, call) for result in results for run, rollout_id, call in result}
 
     def _values(self, connection: Connection, call: NewCall) -> list[Any]:
         values = self._adapter.adapt(connection, [call.row[name] for name in self._columns])
