@@ -204,7 +204,7 @@ def test_help_loads_no_database_and_no_server(command: list[str]) -> None:
     program = """
 import atexit, sys
 from tokencustody.__main__ import main
-heavy = ("sqlalchemy", "alembic", "asyncpg", "aiosqlite", "fastapi", "uvicorn", "httpx")
+heavy = ("sqlalchemy", "alembic", "asyncpg", "fastapi", "uvicorn", "httpx")
 atexit.register(lambda: print(*sorted(sys.modules.keys() & set(heavy)), file=sys.stderr))
 main()
 """

@@ -190,7 +190,6 @@ def test_the_kit_loads_no_database_driver_and_no_server() -> None:
     assert not packages & {
         "sqlalchemy",
         "asyncpg",
-        "aiosqlite",
         "alembic",
         "fastapi",
         "typer",

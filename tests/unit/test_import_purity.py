@@ -26,7 +26,6 @@ HEAVY = [
     "sqlalchemy",
     "alembic",
     "asyncpg",
-    "aiosqlite",
     "fastapi",
     "aiohttp",
     "torch",
