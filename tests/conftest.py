@@ -1,6 +1,7 @@
 """Databases for the tests, and the PostgreSQL server under them.
 
-`store_url` runs a test twice, on a new SQLite file and on a new PostgreSQL database, both ready for use.
+`store_url` runs a test twice, on a new SQLite file and on a new PostgreSQL database, both ready for use. With
+`--coalesce MODE` every store of the run gathers its calls in that mode, unless a test names another.
 """
 
 from __future__ import annotations
@@ -15,11 +16,44 @@ from hypothesis import settings
 from tests.support import databases
 from tests.support.postgres import NoPostgresError, Server, postgres_server
 from tokencustody.sql import registry
+from tokencustody.sql.coalescing import Coalesce
+from tokencustody.sql.transactions import Database
+from tokencustody.store.base import DatabaseClient
+from tokencustody.store.staging import SqlStagingStore
 
 settings.register_profile("tokencustody", deadline=None, derandomize=True, max_examples=100, print_blob=True)
 settings.load_profile("tokencustody")
 
 _SERVER = pytest.StashKey[Server]()
+
+# Runs in every mode, unless the run is limited to one.
+_IN_EVERY_MODE = "test_behaviour"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--coalesce",
+        choices=list(Coalesce),
+        help="which concurrent calls share a transaction in this run: process (the default), rollout or off",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    name = metafunc.module.__name__.rpartition(".")[2]
+    if name == _IN_EVERY_MODE and metafunc.config.getoption("coalesce") is None:
+        metafunc.parametrize("default_coalesce", list(Coalesce), indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def default_coalesce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Coalesce:
+    """The mode of the stores of this process that are not given another."""
+    mode: Coalesce = getattr(
+        request, "param", Coalesce(request.config.getoption("coalesce") or Coalesce.PROCESS)
+    )
+    for made in (Database, DatabaseClient, SqlStagingStore):
+        defaults = made.__init__.__kwdefaults__
+        monkeypatch.setitem(defaults or {}, "coalesce", mode)
+    return mode
 
 
 @pytest.hookimpl(tryfirst=True)

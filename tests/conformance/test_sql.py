@@ -3,27 +3,59 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
-from tokencustody.conformance import CheckStatus, check_conformance, registered_checks
+from tokencustody.conformance import CheckStatus, ConformanceReport, check_conformance, registered_checks
+from tokencustody.sql.coalescing import Coalesce
 from tokencustody.store import SqlLineageStore, SqlStagingStore, SqlTokenSink, SqlTokenSource
+
+# What calls that share a transaction could spoil for one another.
+SHARED = [
+    "idempotent_reput",
+    "conflicting_reput",
+    "concurrent_identical_put",
+    "concurrent_conflicting_put",
+    "post_freeze_write",
+    "post_freeze_intent",
+    "concurrent_stages",
+    "concurrent_conflicting_stages",
+    "strict_fence",
+]
+
+
+async def check(url: str, coalesce: Coalesce, **options: Any) -> ConformanceReport:
+    # The mode is named, for the processes of the race make stores of their own.
+    here: dict[str, Any] = {"url": url, "run": "here", "coalesce": coalesce}
+    there = {**here, "run": "there"}
+    return await check_conformance(
+        partial(SqlTokenSink, **here),
+        partial(SqlTokenSource, **here),
+        partial(SqlLineageStore, **here),
+        other_namespace=(partial(SqlTokenSink, **there), partial(SqlTokenSource, **there)),
+        ledger_factory=partial(SqlLineageStore, **here),
+        staging_factory=partial(SqlStagingStore, **here),
+        **options,
+    )
 
 
 @pytest.mark.race
-async def test_the_sql_stores_pass_every_check(store_url: str) -> None:
-    report = await check_conformance(
-        partial(SqlTokenSink, url=store_url, run="here"),
-        partial(SqlTokenSource, url=store_url, run="here"),
-        partial(SqlLineageStore, url=store_url, run="here"),
-        other_namespace=(
-            partial(SqlTokenSink, url=store_url, run="there"),
-            partial(SqlTokenSource, url=store_url, run="there"),
-        ),
-        ledger_factory=partial(SqlLineageStore, url=store_url, run="here"),
-        staging_factory=partial(SqlStagingStore, url=store_url, run="here"),
-    )
+async def test_the_sql_stores_pass_every_check(store_url: str, default_coalesce: Coalesce) -> None:
+    report = await check(store_url, default_coalesce)
     assert [result.status for result in report.results] == [CheckStatus.PASSED] * len(registered_checks()), (
+        report.summary()
+    )
+    assert "against 3 processes" in report.results[-1].detail
+
+
+@pytest.mark.race
+@pytest.mark.parametrize("coalesce", list(Coalesce))
+async def test_in_every_mode_the_fence_is_strict_and_a_call_is_stored_once(
+    store_url: str, coalesce: Coalesce
+) -> None:
+    report = await check(store_url, coalesce, only=SHARED)
+    assert [result.status for result in report.results] == [CheckStatus.PASSED] * len(SHARED), (
         report.summary()
     )
     assert "against 3 processes" in report.results[-1].detail
