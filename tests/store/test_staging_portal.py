@@ -115,6 +115,34 @@ def test_a_call_whose_caller_is_interrupted_is_cancelled_and_the_next_one_runs(
     assert background.run(number) == 7
 
 
+def test_a_call_whose_caller_is_interrupted_before_the_loop_fetched_it_does_not_run(
+    background: BackgroundLoop,
+) -> None:
+    inside, interrupted, ran = threading.Event(), threading.Event(), threading.Event()
+    caller = threading.get_ident()
+
+    async def block() -> None:
+        inside.set()
+        (worker,) = background._workers.values()
+        while not worker._waiting:
+            pass
+        while not interrupted.is_set():
+            signal.pthread_kill(caller, signal.SIGUSR1)
+
+    async def run() -> None:
+        ran.set()
+
+    with interrupting(), ThreadPoolExecutor(1) as pool:
+        blocking = pool.submit(background.run, block)
+        assert inside.wait(30)
+        with pytest.raises(InterruptionError):
+            background.run(run)
+        interrupted.set()
+        blocking.result(30)
+    background.run(nothing)
+    assert not ran.is_set()
+
+
 def test_closing_lets_what_runs_finish_before_it_runs_the_end_and_refuses_what_comes_later() -> None:
     order: list[str] = []
     inside, may_go_on = threading.Event(), threading.Event()
