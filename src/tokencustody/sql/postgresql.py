@@ -64,7 +64,8 @@ class PostgresqlEngines(Engines):
                 # Not through SQLAlchemy, which takes longer for it than the driver takes for everything.
                 rows: Sequence[Any] = await driver.fetch(sql, *parameters)
                 return rows
-            except asyncpg.PostgresError:
+            except asyncpg.PostgresError as exc:
+                exc.detail = None  # it quotes the row, token ids included
                 raise
             except BaseException as exc:
                 await connection.invalidate()

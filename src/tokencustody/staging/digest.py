@@ -11,8 +11,6 @@ import math
 import operator
 import re
 import struct
-import sys
-from array import array
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any, Literal
@@ -185,14 +183,14 @@ def check_lengths(prev_len: int, delta_len: int, cum_len: int) -> None:
 
 def check_exact_floats(values: Sequence[float], field: str) -> None:
     """Raise ValueError, naming `field`, unless every value is a Python float: not an integer, not a subclass."""
-    if not set(map(type, values)) <= {float}:
+    if operator.countOf(map(type, values), float) != len(values):
         raise ValueError(f"{field}: every value must be a Python float")
 
 
 def _check_mask(mask: Sequence[float], log_probs: Sequence[float]) -> None:
-    if not set(mask) <= {0.0, 1.0}:
+    if mask.count(0.0) + mask.count(1.0) != len(mask):
         raise ValueError("token_mask_delta: every value must be 0.0 or 1.0")
-    if any(compress(log_probs, map(operator.not_, mask))):
+    if not all(compress(mask, log_probs)):
         raise ValueError("generation_log_probs_delta: a token with mask 0.0 must have log probability 0.0")
 
 
@@ -203,13 +201,14 @@ def _check_version(version: int, expected: int, name: str) -> None:
 
 def _encode_float32s(values: Sequence[float], field: str) -> bytes:
     check_exact_floats(values, field)
-    column = array("f", values)
-    # A sum of float32 values stays far inside the float64 range, so it is finite exactly when each of them is.
-    if not math.isfinite(sum(column)):
+    try:
+        column = struct.pack(f">Q{len(values)}f", len(values), *values)
+    except OverflowError:
+        raise ValueError(f"{field}: every value must be finite as float32") from None
+    # A sum of such values stays far inside the float64 range, so it is finite exactly when each of them is.
+    if not math.isfinite(sum(values)):
         raise ValueError(f"{field}: every value must be finite as float32")
-    if sys.byteorder == "little":
-        column.byteswap()
-    return len(values).to_bytes(8, "big") + column.tobytes()
+    return column
 
 
 def _encode_extra(value: Any, encoded: bytearray) -> None:
