@@ -26,7 +26,6 @@ JSON keeps the order in which the writer gave its keys, so what is read prints l
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 import sys
 from array import array
@@ -34,11 +33,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import BaseModel, ValidationError
 
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry, digest_of_uint64s
+from tokencustody.sql.exact_json import decode_json, encode_json
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
@@ -49,12 +48,7 @@ SHARED_CODEC_VERSION = 2
 _HEADER = struct.Struct("<BBBxQQ")
 _SHARED_HEADER = struct.Struct("<BBBxQQQ")
 _TYPECODES = {array(code).itemsize: code for code in "HIQ"}
-_STRICT_JSON, _PYTHON_JSON = 0, 1
 _MAX_COLUMN_INT = 2**63 - 1
-# What every JSON parser of this library reads back, whatever the interpreter's recursion limit.
-_DEEPEST_NEST = 250
-# Python refuses to print or parse decimal numbers of more than 4,300 digits.
-_LONGEST_INT_BITS = 14_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +211,7 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
     fields = _fields(entry)
     for name in TOKEN_FIELDS:
         del fields[name]
-    dialect, text = _encode_fields(fields)
+    dialect, text = encode_json(fields)
     prompt_len = len(entry.prompt_token_ids)
     payload = b"".join(
         (
@@ -390,54 +384,6 @@ def _decoded(code: str, body: bytes, start: int, count: int) -> list[Any]:
     return _swapped_on_big_endian(column).tolist()
 
 
-def _encode_fields(fields: dict[str, Any]) -> tuple[int, bytes]:
-    try:
-        data = orjson.dumps(fields)
-        # orjson writes NaN as null, a tuple as a list and a UUID as text. What comes back differs then.
-        if orjson.loads(data) == fields:
-            return _STRICT_JSON, data
-    except (TypeError, ValueError):
-        pass  # an integer beyond 64 bits, or a value that the next line names
-    for name, value in fields.items():
-        require_json(value, name)
-    return _PYTHON_JSON, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def require_json(value: Any, path: str) -> None:
-    """Raise InvalidRecordError, naming the place, unless `value` comes back from JSON text as it was given."""
-    pending = [(path, value, 1)]
-    while pending:
-        path, value, depth = pending.pop()
-        if depth > _DEEPEST_NEST:
-            raise InvalidRecordError(f"{path[:80]}: nested too deeply, more than {_DEEPEST_NEST} levels")
-        match value:
-            case int() if value.bit_length() > _LONGEST_INT_BITS:
-                raise InvalidRecordError(f"{path}: an integer of more than {_LONGEST_INT_BITS} bits")
-            case None | bool() | int() | float():
-                pass
-            case str():
-                try:
-                    value.encode()
-                except UnicodeEncodeError:
-                    raise InvalidRecordError(
-                        f"{path}: the text has a lone surrogate, which UTF-8 cannot carry"
-                    ) from None
-            case list():
-                pending += [(f"{path}[{index}]", item, depth + 1) for index, item in enumerate(value)]
-            case dict():
-                for key, item in value.items():
-                    if not isinstance(key, str):
-                        raise InvalidRecordError(
-                            f"{path}: the key {key!r} is {type(key).__name__}; JSON keys are strings"
-                        )
-                    pending += [(f"{path} key", key, depth), (f"{path}.{key}", item, depth + 1)]
-            case _:
-                raise InvalidRecordError(
-                    f"{path}: {type(value).__name__} would not come back from JSON as it was given; pass lists, dicts, "
-                    "strings and numbers"
-                )
-
-
 def _take_apart(payload: bytes) -> StoredCall:
     shared_len: int | None = None
     if payload[:1] == bytes((SHARED_CODEC_VERSION,)):
@@ -452,15 +398,13 @@ def _take_apart(payload: bytes) -> StoredCall:
             )
     if width not in _TYPECODES:
         raise ValueError(f"token ids of {width} bytes")
-    if dialect not in (_STRICT_JSON, _PYTHON_JSON):
-        raise ValueError(f"unknown JSON dialect {dialect}")
     if payload[3]:
         raise ValueError(f"byte 3 of the header is {payload[3]}, not 0")
     body = payload[header.size :]
     text_at = (own_prompt_len + generation_len) * width + generation_len * 8
     if text_at > len(body):
         raise ValueError("the payload ends inside a column")
-    fields = (orjson.loads if dialect == _STRICT_JSON else json.loads)(body[text_at:])
+    fields = decode_json(dialect, body[text_at:])
     if fields["parent_resolution"] is not None:
         fields["parent_resolution"] = ParentResolutionStatus(fields["parent_resolution"])
     return StoredCall(width, dialect, shared_len, own_prompt_len, generation_len, fields, body)

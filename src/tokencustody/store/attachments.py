@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
-from tokencustody.sql.codec import require_json
+from tokencustody.sql.exact_json import require_json
 from tokencustody.sql.staged_codec import check_size, where
 from tokencustody.sql.tables import AttachmentKind
 from tokencustody.store.ids import check_call_id
