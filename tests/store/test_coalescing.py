@@ -45,6 +45,11 @@ def call(rollout_id: str, model_call_id: str = "call-1", **fields: Any) -> Token
     return make_entry(rollout_id, model_call_id, **fields)
 
 
+def one_lane(url: str, **options: Any) -> CaptureStore:
+    """Return a store that runs one batch at a time, whatever the run's default."""
+    return open_store(url, pool_size=1, coalesce=Coalesce.PROCESS, **options)
+
+
 async def turns(number: int = 20) -> None:
     for _ in range(number):
         await asyncio.sleep(0)
@@ -110,7 +115,7 @@ async def stored(url: str) -> set[tuple[str, str]]:
 async def test_a_call_that_cannot_be_stored_fails_alone_and_takes_no_neighbour_with_it(
     store_url: str, faults: Points, batches: Batches
 ) -> None:
-    async with open_store(store_url, pool_size=1) as store:
+    async with one_lane(store_url) as store:
         await store.sink.put(call("known", model="first"))
         await store.sink.put(call("frozen"))
         await store.source.freeze("frozen")
@@ -151,7 +156,7 @@ async def test_a_call_that_cannot_be_stored_fails_alone_and_takes_no_neighbour_w
 async def test_a_closed_fence_refuses_the_intents_of_its_rollout_only(
     store_url: str, faults: Points, batches: Batches
 ) -> None:
-    async with open_store(store_url, pool_size=1) as store:
+    async with one_lane(store_url) as store:
         await store.source.freeze("frozen")
         async with one_batch(store, faults, batches):
             begun = start(
@@ -165,7 +170,7 @@ async def test_a_closed_fence_refuses_the_intents_of_its_rollout_only(
 async def test_the_same_call_several_times_in_one_batch_is_stored_once(
     store_url: str, faults: Points, batches: Batches
 ) -> None:
-    async with open_store(store_url, pool_size=1) as store:
+    async with one_lane(store_url) as store:
         async with one_batch(store, faults, batches):
             puts = start(
                 store.sink.put(call("one", model="first")),
@@ -185,8 +190,8 @@ async def test_two_runs_share_a_batch_and_stay_apart(
     store_url: str, faults: Points, batches: Batches
 ) -> None:
     async with (
-        open_store(store_url, pool_size=1) as here,
-        open_store(store_url, run="there", pool_size=1) as there,
+        one_lane(store_url) as here,
+        one_lane(store_url, run="there") as there,
     ):
         await there.source.freeze("frozen-there")
         async with one_batch(here, faults, batches):
@@ -205,7 +210,7 @@ async def test_two_runs_share_a_batch_and_stay_apart(
 async def test_a_batch_that_fails_as_a_whole_is_run_again_one_by_one(
     store_url: str, faults: Points, batches: Batches
 ) -> None:
-    async with open_store(store_url, pool_size=1) as store:
+    async with one_lane(store_url) as store:
         async with one_batch(store, faults, batches):
             puts = start(*(store.sink.put(call(f"rollout-{n}")) for n in range(5)))
             await turns()
@@ -233,7 +238,7 @@ async def test_a_batch_whose_answer_was_lost_is_acknowledged_to_all_and_happened
                 assert len((await trainer.source.freeze("one")).entries) == 3
         raise error()
 
-    async with open_store(store_url, pool_size=1) as store:
+    async with one_lane(store_url) as store:
         async with one_batch(store, faults, batches):
             puts = start(
                 *(store.sink.put(call("one", f"call-{n}")) for n in range(3)),
@@ -307,7 +312,7 @@ async def test_a_process_that_is_killed_between_commit_and_acknowledgement_leave
 async def test_a_call_that_is_cancelled_at_any_point_leaves_its_batch_to_the_others(
     store_url: str, faults: Points, batches: Batches, whom: str
 ) -> None:
-    async with open_store(store_url, pool_size=1) as store:
+    async with one_lane(store_url) as store:
         suspensions, ended = 0, False
         while not ended:
             rollouts = [f"rollout-{suspensions}-{n}" for n in range(4)]
@@ -337,7 +342,7 @@ async def test_a_call_that_is_cancelled_at_any_point_leaves_its_batch_to_the_oth
 async def test_callers_wait_when_too_many_bytes_do_and_then_go_on_in_their_order(
     store_url: str, faults: Points, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_store(store_url, pool_size=1) as store:
+    async with one_lane(store_url) as store:
         await store.sink.put(call("warm-up"))
         (row,) = await rows_of(store_url, tables.entries)
         monkeypatch.setattr(coalescing, "_MOST_WAITING_BYTES", 5 * len(row["payload"]))
@@ -354,7 +359,7 @@ async def test_callers_wait_when_too_many_bytes_do_and_then_go_on_in_their_order
 async def test_closing_waits_for_every_call_in_the_queue_and_outside(
     store_url: str, faults: Points, batches: Batches, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    store = open_store(store_url, pool_size=1)
+    store = one_lane(store_url)
     await store.sink.put(call("warm-up"))
     (row,) = await rows_of(store_url, tables.entries)
     monkeypatch.setattr(coalescing, "_MOST_WAITING_BYTES", room * len(row["payload"]))
