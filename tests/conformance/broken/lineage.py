@@ -146,4 +146,4 @@ class ChainIsNotProven(Memory):
             return await super().resolve(rollout_id, request_items)
         except LineageError:
             any_entry = next(iter(self.rollout(rollout_id).entries.values()))
-            return resolved(any_entry, (1, 2, 3))
+            return resolved(any_entry.model_call_id, any_entry.digest or "", (1, 2, 3))
