@@ -516,6 +516,25 @@ async def test_calls_of_a_rollout_that_another_process_holds_do_not_hold_up_othe
         assert await outcomes(held) == [TokenCaptureFrozenError] * waiting
 
 
+async def test_a_fence_whose_row_somebody_has_locked_does_not_hold_up_other_rollouts(
+    postgres_url: str,
+) -> None:
+    async with open_store(postgres_url) as store:
+        await store.sink.put(call("held"))
+        holder = await asyncpg.connect(postgres_url)
+        try:
+            async with holder.transaction():
+                await holder.execute("SELECT 1 FROM fences WHERE rollout_id = 'held' FOR UPDATE")
+                held = start(*(store.sink.put(call("held", f"late-{n}")) for n in range(12)))
+                await turns()
+                others = start(*(store.sink.put(call(f"other-{n}")) for n in range(10)))
+                done, _ = await asyncio.wait(others, timeout=5)
+                assert len(done) == 10
+        finally:
+            await holder.close()
+        assert await outcomes(held) == [None] * 12
+
+
 GATE = 4711
 # Stands for the server's own function, and lets the test stop the statement between its snapshot and its locks.
 STOPPING_LOCK = f"""

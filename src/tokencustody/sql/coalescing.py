@@ -191,7 +191,7 @@ class Gatherer(Generic[Item, Answer]):
         try:
             return await self.run([call.item for call in calls], max(call.give_up for call in calls))
         except StoreUnavailableError as exc:
-            return [exc for _ in calls]
+            return [_copy(exc) for _ in calls]
         except Exception as exc:
             if len(calls) == 1:
                 return [exc]
@@ -227,6 +227,13 @@ class Gatherer(Generic[Item, Answer]):
                     await asyncio.wait([batch.task])
                 except asyncio.CancelledError:
                     continue
+
+
+def _copy(exc: StoreUnavailableError) -> StoreUnavailableError:
+    # Each caller gets its own: a traceback grows wherever an error is raised again.
+    copy = StoreUnavailableError(*exc.args)
+    copy.__cause__ = exc.__cause__
+    return copy
 
 
 def _out_of_time(answer: asyncio.Future[Any]) -> None:

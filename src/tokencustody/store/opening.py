@@ -29,7 +29,9 @@ class CaptureStore:
 
     def stats(self) -> dict[str, int]:
         """Return what `SqlStore.stats` counts for `sink`, `source` and `lineage`, which share one engine."""
-        return self.sink.stats()
+        counts = [store.stats() for store in (self.sink, self.source, self.lineage)]
+        # A store that was not used yet knows of no engine.
+        return max(counts, key=lambda counted: sum(counted.values()))
 
     async def close(self) -> None:
         """Release resources. Idempotent; nothing is ever buffered."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
@@ -31,7 +32,9 @@ _LONGEST_AUDIT_TEXT = 512
 
 
 _IDENTITY = select(entries.c.payload_sha256).where(of_call(entries))
-_WRITTEN = select(entries.c.committed_at, entries.c.written_by).where(of_call(entries))
+_WRITTEN = select(entries.c.committed_at, entries.c.written_by, entries.c.payload_sha256).where(
+    of_call(entries)
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Put:
         if fence.state is not FenceState.OPEN and self._is_written_txn(connection):
             return True
         refuse_if_frozen(fence, self.key, f"call {self.entry.model_call_id}")
-        call = self.call if base_is_there_txn(connection, self.call) else self.whole_call
+        call = self.call if self._base_is_there_txn(connection) else self.whole_call
         if connection.execute(insert_if_absent(connection, entries), call.row).rowcount:
             return True
         held: str | None = connection.scalar(_IDENTITY, self._named)
@@ -102,6 +105,13 @@ class Put:
             )
         return fields
 
+    def _base_is_there_txn(self, connection: Connection) -> bool:
+        parent = self.entry.parent_call_id
+        if self.base is None or parent is None or not self.base.is_delta:
+            return base_is_there_txn(connection, self.call)
+        # What a delta continues may have been replaced since; with the fence locked, it no longer can be.
+        return read_base(self.key, chain_txn(connection, self.key, parent), parent) == self.base
+
     @property
     def _named(self) -> dict[str, Any]:
         return self.key.named(self.entry.model_call_id)
@@ -109,7 +119,11 @@ class Put:
     def _is_written_txn(self, connection: Connection) -> bool:
         """Return whether an earlier try of this very write was committed, though its answer was lost."""
         row = connection.execute(_WRITTEN, self._named).one_or_none()
-        return row is not None and tuple(row) == (self.stamp.at, self.stamp.by)
+        return row is not None and tuple(row) == (
+            self.stamp.at,
+            self.stamp.by,
+            self.packed.sha256,
+        )
 
     def _row(self, shared: SharedPayload | None) -> dict[str, Any]:
         entry, packed = self.entry, self.packed
@@ -149,20 +163,19 @@ def read_call_txn(connection: Connection, key: RolloutKey, model_call_id: str) -
     return next(entry for entry in chain if entry.model_call_id == model_call_id)
 
 
-def find_base_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> KnownSequence | None:
-    """Return the whole sequence of a call, with which the prompts of its children may begin.
+def read_base(key: RolloutKey, chain: Sequence[Row[Any]], model_call_id: str) -> KnownSequence | None:
+    """Return the whole sequence of a call, with which the prompts of its children may begin, from its chain.
 
     None when the call is missing or conflicting, or when its sequence cannot be rebuilt.
     """
-    rows = chain_txn(connection, key, model_call_id)
-    call = next((row for row in rows if row.model_call_id == model_call_id), None)
+    call = next((row for row in chain if row.model_call_id == model_call_id), None)
     if call is None or call.is_conflicting:
         return None
     try:
-        _, ids = unpack_chain(key.rollout_id, rows, model_call_id, prove=False)
+        _, ids = unpack_chain(key.rollout_id, chain, model_call_id, prove=False)
     except (CorruptEntryError, LineageError):
         return None
-    return KnownSequence(call.payload_sha256, PackedIds.of(ids))
+    return KnownSequence(call.payload_sha256, PackedIds.of(ids), is_delta=call.prompt_is_delta)
 
 
 def _audit_text(text: str | None) -> str | None:

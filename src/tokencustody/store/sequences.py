@@ -22,12 +22,14 @@ _OVERHEAD = 600
 class KnownSequence:
     """The prompt and generated ids of a call, as they were in the payload whose identity is `payload_sha256`.
 
-    `digest` is `compute_digest` of them, once it is known to be what the call records, if it records one.
+    `digest` is `compute_digest` of them, once it is known to be what the call records, if it records one. The identity
+    of a writer's delta (`is_delta`) does not cover the ids that it continues.
     """
 
     payload_sha256: str
     ids: PackedIds
     digest: str | None = None
+    is_delta: bool = False
 
 
 class KnownSequences:

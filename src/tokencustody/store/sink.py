@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
@@ -32,7 +33,8 @@ from tokencustody.store.fence import (
 )
 from tokencustody.store.ids import check_call_id, check_rollout_id, is_call_id
 from tokencustody.store.inserting import CallInsert, NewCall
-from tokencustody.store.putting import Put, find_base_txn
+from tokencustody.store.putting import Put, read_base
+from tokencustody.store.reading import chain_txn
 from tokencustody.store.sequences import KnownSequence, KnownSequences
 
 # About what an intent takes on its way.
@@ -68,7 +70,10 @@ class SqlTokenSink(SqlStore):
             base = await _base(doors, sequences, key, entry, packed)
             put = Put(key, entry, packed, Stamp.make(now(), self.written_by), base)
             size = len(put.call.row["payload"])
-            if not await doors.write_together(_ENTRIES.shared, put.call, rollout=key, size=size):
+            leans_on_delta = base is not None and base.is_delta
+            if leans_on_delta or not await doors.write_together(
+                _ENTRIES.shared, put.call, rollout=key, size=size
+            ):
                 async with doors.turn(key):
                     await _put_alone(doors, put)
             if not packed.is_delta:
@@ -182,8 +187,12 @@ async def _base(
     if entry.prompt_is_delta or not is_call_id(parent):
         return None
     base = sequences.find(key, parent)
-    if base is None:
-        base = await doors.read(lambda connection: find_base_txn(connection, key, parent))
+    if base is None or not packed.begins_with(base.ids):
+        # Another process wrote it, or wrote it anew.
+        chain = await doors.read(lambda connection: chain_txn(connection, key, parent))
+        base = await asyncio.to_thread(read_base, key, chain, parent)
+        if base is not None and not base.is_delta:
+            sequences.keep(key, parent, base)
     return base if base is not None and packed.begins_with(base.ids) else None
 
 
