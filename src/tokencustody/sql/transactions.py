@@ -43,7 +43,7 @@ Made = TypeVar("Made")
 _FIRST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.25
 # More transactions at once than this gain nothing and make smaller batches.
-_LANES = 3
+_LANES = 2
 
 
 @dataclass(frozen=True, eq=False)
