@@ -41,8 +41,8 @@ _NOT_QUICK = {"rollout-50", "rollout-100"}
 
 def workloads(*, quick: bool) -> list[Workload]:
     """Return everything that is measured, in its order; quick ones are fewer and smaller."""
-    rounds = 2 if quick else 7
-    few = 1 if quick else 5
+    rounds = 2 if quick else 5
+    few = 1 if quick else 3
     return [
         Put("put-1", writers=1, rollouts=8 if quick else 24, rounds=rounds),
         Put("put-16", writers=16, rollouts=32 if quick else 64, rounds=rounds),

@@ -19,6 +19,7 @@ from tests.support.entries import make_entry
 from tokencustody import TokenEntry
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.lineage import join_chain
+from tokencustody.sql import chains
 from tokencustody.sql.chains import unpack_calls, unpack_chain
 from tokencustody.sql.codec import pack_entry, unpack_entry, validated, without_prefix
 
@@ -453,3 +454,23 @@ def test_rows_of_an_iterator_are_let_go_one_by_one() -> None:
             del row
 
     assert len(unpack_calls(ROLLOUT, rows())) == 10
+
+
+@pytest.mark.parametrize("hashed", ["in line", "beside"])
+def test_long_prefixes_that_are_hashed_beside_are_proven_all_the_same(
+    hashed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chains, "_LONG", 0 if hashed == "beside" else 2**60)
+    calls = [root("call-0", [70_000], [1])]
+    for number in range(1, 40):
+        calls.append(child(f"call-{number}", calls[-1], [number], [number + 1]))
+    rows = [call.row for call in calls]
+    assert [bits(entry) for entry in unpack_calls(ROLLOUT, rows)] == [bits(call.entry) for call in calls]
+    # Only the hash of the whole payload tells that a prompt was put together wrongly.
+    for wrong in (1, 20, 39):
+        swapped = [
+            row if number != wrong else dataclasses.replace(row, payload_sha256="0" * 64)
+            for number, row in enumerate(rows)
+        ]
+        with pytest.raises(CorruptEntryError, match=f"call-{wrong} of"):
+            unpack_calls(ROLLOUT, swapped)

@@ -12,13 +12,19 @@ whole payload is proven, so that no other sequence passes for the parent's.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import StoredCall, digest_of_ids, pack_ids, read_call, where
+
+# Bytes of a prefix from which on a thread is worth its while, and the prefixes that may wait for it.
+_LONG = 128 * 1024
+_MOST_PENDING = 8
 
 
 def unpack_calls(rollout_id: str, rows: Iterable[Any]) -> list[TokenEntry]:
@@ -30,8 +36,9 @@ def unpack_calls(rollout_id: str, rows: Iterable[Any]) -> list[TokenEntry]:
     """
     calls = [_Call.read(rollout_id, row) for row in rows]
     children = _children_to_rebuild(calls)
-    for whole in [call for call in calls if call.is_whole and call.model_call_id in children]:
-        _rebuild_below(whole, children)
+    with _Prover() as prover:
+        for whole in [call for call in calls if call.is_whole and call.model_call_id in children]:
+            _rebuild_below(whole, children, prover)
     entries = [call.entry for call in calls if call.entry is not None]
     if len(entries) < len(calls):
         raise _unreached(rollout_id, calls)
@@ -134,7 +141,48 @@ def _children_to_rebuild(calls: list[_Call]) -> dict[str, list[_Call]]:
     return children
 
 
-def _rebuild_below(whole: _Call, children: dict[str, list[_Call]]) -> None:
+class _Prover:
+    """Proves whole payloads by their hash; long ones in a thread beside, since hashing lets others use the interpreter.
+
+    Whatever was not what was written is an error by the time the context ends.
+    """
+
+    def __init__(self) -> None:
+        self._beside: ThreadPoolExecutor | None = None
+        self._pending: deque[tuple[Future[str], StoredCall, str]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._pending and failed is None:
+                self._check()
+        finally:
+            if self._beside is not None:
+                self._beside.shutdown()
+
+    def prove(self, call: StoredCall, payload_sha256: str, ids: list[int], packed: array[int]) -> None:
+        """Prove that a call's shared prefix is `ids`, which `packed` may hold at some width."""
+        shared = _at_width_of(call, ids, packed)
+        if len(shared) * shared.itemsize < _LONG:
+            if call.whole_sha256(shared) != payload_sha256:
+                raise _not_rebuilt(call)
+            return
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, thread_name_prefix="tokencustody")
+        copy = shared[:] if shared is packed else shared
+        self._pending.append((self._beside.submit(call.whole_sha256, copy), call, payload_sha256))
+        if len(self._pending) > _MOST_PENDING:
+            self._check()
+
+    def _check(self) -> None:
+        found, call, payload_sha256 = self._pending.popleft()
+        if found.result() != payload_sha256:
+            raise _not_rebuilt(call)
+
+
+def _rebuild_below(whole: _Call, children: dict[str, list[_Call]], prover: _Prover) -> None:
     # Depth first, so that a single list holds the sequence of the parent at hand: below a call it only grows.
     ids: list[int] = []
     pending = [(whole, 0, array("H"))]
@@ -142,7 +190,9 @@ def _rebuild_below(whole: _Call, children: dict[str, list[_Call]]) -> None:
         call, length, packed = pending.pop()
         del ids[length:], packed[length:]
         if call.stored is not None:
-            call.entry = _rebuilt(call.stored, call.payload_sha256, ids, packed)
+            if call.stored.shared_len is not None:
+                prover.prove(call.stored, call.payload_sha256, ids, packed)
+            call.entry = call.stored.entry(ids)
             call.stored = None
         below = children.get(call.model_call_id)
         if below and call.entry is not None:
@@ -156,22 +206,24 @@ def _rebuild_below(whole: _Call, children: dict[str, list[_Call]]) -> None:
             pending += [(child, len(ids), packed) for child in below]
 
 
-def _rebuilt(
-    call: StoredCall, payload_sha256: str, ids: list[int], packed: array[int] | None = None
-) -> TokenEntry:
-    """Return the entry of a call whose parent's whole sequence is `ids`, which `packed` may hold at some width."""
+def _rebuilt(call: StoredCall, payload_sha256: str, ids: list[int]) -> TokenEntry:
+    """Return the entry of a call whose parent's whole sequence is `ids`."""
     if call.shared_len is None:
         return call.entry([])
-    if call.shared_len != len(ids):
-        raise _not_rebuilt(call)
-    if packed is None or packed.itemsize != call.token_width:
-        try:
-            packed = pack_ids(ids, call.token_width)
-        except OverflowError:
-            raise _not_rebuilt(call) from None
-    if call.whole_sha256(packed) != payload_sha256:
+    if call.whole_sha256(_at_width_of(call, ids)) != payload_sha256:
         raise _not_rebuilt(call)
     return call.entry(ids)
+
+
+def _at_width_of(call: StoredCall, ids: list[int], packed: array[int] | None = None) -> array[int]:
+    if call.shared_len != len(ids):
+        raise _not_rebuilt(call)
+    if packed is not None and packed.itemsize == call.token_width:
+        return packed
+    try:
+        return pack_ids(ids, call.token_width)
+    except OverflowError:
+        raise _not_rebuilt(call) from None
 
 
 def _not_rebuilt(call: StoredCall) -> CorruptEntryError:
