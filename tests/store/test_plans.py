@@ -300,6 +300,7 @@ async def test_no_rollout_is_read_again_for_each_of_its_calls(full_url: str) -> 
 
 
 def test_a_lost_index_is_noticed(store_url: str) -> None:
+    filling.keep_statistics(store_url)
     filling.fill(store_url, 2000, run=RUN)
     statements = asyncio.run(statements_of(store_url, "process"))
 
