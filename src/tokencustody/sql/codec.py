@@ -202,27 +202,27 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
     Raises InvalidRecordError, naming the field, for an id outside 0 … 2^64-1 and for a value that would not come
     back from JSON as it was given (a tuple, bytes, a lone surrogate, a key that is no string).
     """
-    sequence = entry.prompt_token_ids + entry.generation_token_ids
     try:
-        column = _narrowest(sequence)
+        prompt, generation = _narrowest(entry.prompt_token_ids), _narrowest(entry.generation_token_ids)
     except OverflowError:
         raise _out_of_range(entry) from None
-    width = column.itemsize
+    width = max(prompt.itemsize, generation.itemsize)
     fields = _fields(entry)
     for name in TOKEN_FIELDS:
         del fields[name]
     dialect, text = encode_json(fields)
-    prompt_len = len(entry.prompt_token_ids)
     payload = b"".join(
         (
-            _HEADER.pack(CODEC_VERSION, width, dialect, prompt_len, len(entry.generation_token_ids)),
-            _little_endian(column),
+            _HEADER.pack(CODEC_VERSION, width, dialect, len(prompt), len(generation)),
+            _little_endian(_widened(prompt, width)),
+            _little_endian(_widened(generation, width)),
             _little_endian(array("d", entry.generation_log_probs)),
             text,
         )
     )
     sha256 = hashlib.sha256(payload).hexdigest()
-    return PackedEntry(payload, sha256, width, prompt_len, len(sequence), entry.prompt_is_delta)
+    length = len(prompt) + len(generation)
+    return PackedEntry(payload, sha256, width, len(prompt), length, entry.prompt_is_delta)
 
 
 def without_prefix(packed: PackedEntry, shared_len: int) -> SharedPayload:
@@ -352,6 +352,10 @@ def _narrowest(ids: list[int]) -> array[int]:
         except OverflowError:
             continue  # at the first id that does not fit: far cheaper than asking for the highest
     return array("Q", ids)
+
+
+def _widened(column: array[int], width: int) -> array[int]:
+    return column if column.itemsize == width else array(_TYPECODES[width], column)
 
 
 def _out_of_range(entry: TokenEntry) -> InvalidRecordError:
