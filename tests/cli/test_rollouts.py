@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -524,8 +525,10 @@ class TestBoth:
 
         def write(connection: Connection) -> None:
             connection.execute(update(fences).values(version=99))
-            for arguments in (["rollouts", "--json"], ["show", "bad", "--json"]):
-                printed.append(await asyncio.to_thread(cli, *arguments))
+            # In another thread: on PostgreSQL this one runs an event loop.
+            with ThreadPoolExecutor(1) as other:
+                for arguments in (["rollouts", "--json"], ["show", "bad", "--json"]):
+                    printed.append(other.submit(cli, *arguments).result())
 
         async def run() -> None:
             database = Database(parse_url(store_url))
