@@ -516,10 +516,11 @@ async def test_calls_of_a_rollout_that_another_process_holds_do_not_hold_up_othe
         assert await outcomes(held) == [TokenCaptureFrozenError] * waiting
 
 
+@pytest.mark.parametrize("coalesce", [Coalesce.PROCESS, Coalesce.OFF])
 async def test_a_fence_whose_row_somebody_has_locked_does_not_hold_up_other_rollouts(
-    postgres_url: str,
+    postgres_url: str, coalesce: Coalesce
 ) -> None:
-    async with open_store(postgres_url) as store:
+    async with open_store(postgres_url, coalesce=coalesce) as store:
         await store.sink.put(call("held"))
         holder = await asyncpg.connect(postgres_url)
         try:
