@@ -72,7 +72,8 @@ class Recorder:
     ) -> None:
         """Take a statement from SQLAlchemy's event. Of those with the same text, the last is kept."""
         if re.match(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b", text):
-            first = parameters[0] if executemany else parameters
+            # A statement for many rows has the values of all, one after the other.
+            first = parameters[0] if executemany and isinstance(parameters, list) else parameters
             self.statements[self.call, text] = Statement(self.call, text, tuple(first))
 
 

@@ -607,6 +607,23 @@ async def test_a_parent_that_is_replaced_while_a_statement_runs_is_never_leaned_
         assert child in snapshot.entries
 
 
+async def test_no_call_fails_because_the_server_has_just_closed_its_connection(postgres_url: str) -> None:
+    async with open_store(postgres_url, pool_size=1) as store:
+        admin = await asyncpg.connect(postgres_url)
+        # Often, because what the driver says depends on how much of the end it has read by then.
+        for number in range(60):
+            await store.sink.begin_call("one", f"call-{number}")
+            await admin.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+            await turns(number % 8)
+            await store.sink.put(call("one", f"call-{number}"))
+        await admin.close()
+        snapshot = await store.source.freeze("one")
+        assert (len(snapshot.entries), snapshot.incomplete) == (60, False)
+
+
 def test_an_unknown_mode_is_refused_before_anything_is_opened() -> None:
     with pytest.raises(InvalidRecordError, match="coalesce must be one of process, rollout, off"):
         SqlTokenSink("captures.db", coalesce="batch")

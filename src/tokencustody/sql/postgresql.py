@@ -69,7 +69,7 @@ class PostgresqlEngines(Engines):
                 raise
             except BaseException as exc:
                 await connection.invalidate()
-                if isinstance(exc, asyncpg.InterfaceError):
+                if isinstance(exc, asyncpg.InterfaceError | asyncpg.InternalClientError):
                     raise ConnectionResetError(f"the connection was closed: {exc}") from exc
                 raise
 
