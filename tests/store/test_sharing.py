@@ -22,6 +22,7 @@ from tokencustody.sql import tables
 from tokencustody.sql.coalescing import Coalesce
 from tokencustody.sql.codec import pack_entry, validated
 from tokencustody.sql.transactions import Doors
+from tokencustody.store import sink
 from tokencustody.store.putting import Put
 
 ROLLOUT = "rollout-1"
@@ -692,3 +693,33 @@ async def test_a_call_on_a_parent_that_was_corrupted_is_stored_whole(
     )
     await store.sink.put(CHILD)  # what was remembered of the parent is not what is stored
     assert (await shared_lens(store_url))["child"] == 0
+
+
+async def test_calls_that_two_processes_put_in_turn_read_one_row_of_the_parent(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains_read = 0
+    whole_chain = sink.chain_txn
+
+    def counted(connection: Any, key: Any, model_call_id: str) -> Any:
+        nonlocal chains_read
+        chains_read += 1
+        return whole_chain(connection, key, model_call_id)
+
+    monkeypatch.setattr(sink, "chain_txn", counted)
+    calls = [make_entry(ROLLOUT, "call-0", prompt=[1], generation=[2])]
+    # Stores with pools of two sizes do not share what they remember, as processes do not.
+    async with open_store(store_url, pool_size=2) as one, open_store(store_url, pool_size=3) as other:
+        await one.sink.put(calls[0])
+        for number in range(1, 12):
+            parent = calls[-1]
+            prompt = [*parent.prompt_token_ids, *parent.generation_token_ids, number + 70_000 * (number > 5)]
+            calls.append(
+                make_entry(
+                    ROLLOUT, f"call-{number}", prompt=prompt, generation=[3], parent=parent.model_call_id
+                )
+            )
+            await (other if number % 2 else one).sink.put(calls[-1])
+        assert all(list((await shared_lens(store_url)).values())[1:])
+        assert sorted(e.model_call_id for e in await frozen(one)) == sorted(e.model_call_id for e in calls)
+    assert chains_read == 0

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
-from tokencustody.sql.codec import StoredCall, digest_of_ids, pack_ids, read_call, where
+from tokencustody.sql.codec import PackedIds, StoredCall, digest_of_ids, pack_ids, read_call, where
 
 # Bytes of a prefix from which on a thread is worth its while, and the prefixes that may wait for it.
 _LONG = 128 * 1024
@@ -76,6 +76,20 @@ def unpack_chain(
         unpack_calls(rollout_id, [row for row, _ in above])  # names an ancestor, if that is the wrong one
         raise
     return entry, ids
+
+
+def unpack_sequence_on(rollout_id: str, row: Any, beginning: PackedIds) -> PackedIds | None:
+    """Return the whole sequence of a call stored without `beginning`, or None when it begins with something else.
+
+    Raises CorruptEntryError when the stored bytes are not those that were written.
+    """
+    call = _read(rollout_id, row)
+    if call.shared_len != len(beginning) or call.token_width < beginning.width:
+        return None
+    shared = beginning.at_width(call.token_width)
+    if call.whole_sha256(shared) != row.payload_sha256:
+        return None
+    return PackedIds(call.token_width, shared.tobytes() + call.own_ids())
 
 
 @dataclass(slots=True)

@@ -71,6 +71,14 @@ class PackedIds:
         """Return the ids."""
         return _decoded(_TYPECODES[self.width], self.data, 0, len(self))
 
+    def at_width(self, width: int) -> array[int]:
+        """Return the ids as the payload holds them at a width of at least their own."""
+        if width > self.width:
+            return pack_ids(self.token_ids(), width)
+        column = array(_TYPECODES[width])
+        column.frombytes(self.data)
+        return column
+
 
 @dataclass(frozen=True, slots=True)
 class PackedEntry:
@@ -96,9 +104,8 @@ class PackedEntry:
         """Return whether the prompt begins with these ids, which are packed no wider than they need."""
         if self.is_delta or len(ids) > self.prompt_len or ids.width > self.token_width:
             return False
-        if ids.width < self.token_width:
-            ids = PackedIds(self.token_width, pack_ids(ids.token_ids(), self.token_width).tobytes())
-        return self.payload.startswith(ids.data, _HEADER.size)
+        data = ids.data if ids.width == self.token_width else ids.at_width(self.token_width).tobytes()
+        return self.payload.startswith(data, _HEADER.size)
 
     def check_prefix(self, length: int) -> None:
         """Raise ValueError when the prompt has no prefix of `length` ids."""
@@ -151,6 +158,10 @@ class StoredCall:
         """Return the generated ids."""
         start = self.own_prompt_len * self.token_width
         return _decoded(_TYPECODES[self.token_width], self.body, start, self.generation_len)
+
+    def own_ids(self) -> bytes:
+        """Return the prompt and generated ids that were stored, packed."""
+        return self.body[: (self.own_prompt_len + self.generation_len) * self.token_width]
 
     def whole_sha256(self, shared: array[int]) -> str:
         """Return the SHA-256 of the whole payload, given the ids left out, packed at the width of this call."""

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, select
 
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
-from tokencustody.sql.chains import unpack_calls, unpack_chain
+from tokencustody.sql.chains import unpack_calls, unpack_chain, unpack_sequence_on
 from tokencustody.sql.codec import PackedEntry, PackedIds, SharedPayload, differing_fields, without_prefix
 from tokencustody.sql.dialects import insert_if_absent
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries
@@ -176,6 +176,15 @@ def read_base(key: RolloutKey, chain: Sequence[Row[Any]], model_call_id: str) ->
     except (CorruptEntryError, LineageError):
         return None
     return KnownSequence(call.payload_sha256, PackedIds.of(ids), is_delta=call.prompt_is_delta)
+
+
+def read_base_on(key: RolloutKey, row: Row[Any], beginning: KnownSequence) -> KnownSequence | None:
+    """Return what `read_base` does for a call that was stored without `beginning`; None when it was without another."""
+    try:
+        ids = unpack_sequence_on(key.rollout_id, row, beginning.ids)
+    except CorruptEntryError:
+        return None
+    return None if ids is None or row.is_conflicting else KnownSequence(row.payload_sha256, ids)
 
 
 def _audit_text(text: str | None) -> str | None:

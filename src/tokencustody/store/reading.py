@@ -21,12 +21,15 @@ IS_CONFLICTING = exists().where(
     failures.c.kind == FailureKind.CONFLICT,
     failures.c.model_call_id == _CALL.model_call_id,
 )
+_LINK = (_CALL.parent_call_id, _CALL.prompt_is_delta, _CALL.shared_len)
+_IN_CHAIN = (*_STORED, *_LINK, IS_CONFLICTING.label("is_conflicting"))
+_ONE_CALL = select(*_IN_CHAIN).where(of_call(entries))
 _ALL_CALLS = select(*_STORED).where(of_rollout(entries)).order_by(_CALL.model_call_id)
 
 
 @built_once
 def _chain(connection: Connection) -> Select[Any]:
-    link = (_CALL.model_call_id, _CALL.parent_call_id, _CALL.prompt_is_delta, _CALL.shared_len)
+    link = (_CALL.model_call_id, *_LINK)
     # UNION, not UNION ALL: rows that repeat end the recursion even if parents form a circle.
     chain = select(*link).where(of_call(entries)).cte("chain", recursive=True)
     is_parent = and_(
@@ -36,13 +39,17 @@ def _chain(connection: Connection) -> Select[Any]:
     )
     chain = chain.union(looked_up(connection, chain, entries, link, is_parent))
     is_link = and_(of_rollout(entries), _CALL.model_call_id == chain.c.model_call_id)
-    columns = (*_STORED, *link[1:], IS_CONFLICTING.label("is_conflicting"))
-    return looked_up(connection, chain, entries, columns, is_link)
+    return looked_up(connection, chain, entries, _IN_CHAIN, is_link)
 
 
 def all_calls_txn(connection: Connection, key: RolloutKey) -> Sequence[Row[Any]]:
     """Return the rows of all calls, for `unpack_calls`."""
     return connection.execute(_ALL_CALLS, key.named()).all()
+
+
+def call_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> Row[Any] | None:
+    """Return the row of one call, as `chain_txn` does."""
+    return connection.execute(_ONE_CALL, key.named(model_call_id)).one_or_none()
 
 
 def chain_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> Sequence[Row[Any]]:

@@ -33,8 +33,8 @@ from tokencustody.store.fence import (
 )
 from tokencustody.store.ids import check_call_id, check_rollout_id, is_call_id
 from tokencustody.store.inserting import CallInsert, NewCall
-from tokencustody.store.putting import Put, read_base
-from tokencustody.store.reading import chain_txn
+from tokencustody.store.putting import Put, read_base, read_base_on
+from tokencustody.store.reading import call_txn, chain_txn
 from tokencustody.store.sequences import KnownSequence, KnownSequences
 
 # About what an intent takes on its way.
@@ -189,11 +189,28 @@ async def _base(
     base = sequences.find(key, parent)
     if base is None or not packed.begins_with(base.ids):
         # Another process wrote it, or wrote it anew.
-        chain = await doors.read(lambda connection: chain_txn(connection, key, parent))
-        base = await asyncio.to_thread(read_base, key, chain, parent)
+        base = await _read_base(doors, sequences, key, parent)
         if base is not None and not base.is_delta:
             sequences.keep(key, parent, base)
     return base if base is not None and packed.begins_with(base.ids) else None
+
+
+async def _read_base(
+    doors: Doors, sequences: KnownSequences, key: RolloutKey, parent: str
+) -> KnownSequence | None:
+    row = await doors.read(lambda connection: call_txn(connection, key, parent))
+    if row is None:
+        return None
+    beginning = sequences.find(key, row.parent_call_id) if row.shared_len else None
+    if beginning is not None:
+        # Most often this process put the call before, so only the last link of the chain need be read.
+        base = await asyncio.to_thread(read_base_on, key, row, beginning)
+        if base is not None:
+            return base
+    chain = [row]
+    if row.shared_len or row.prompt_is_delta:
+        chain = list(await doors.read(lambda connection: chain_txn(connection, key, parent)))
+    return await asyncio.to_thread(read_base, key, chain, parent)
 
 
 async def _put_alone(doors: Doors, put: Put) -> None:
