@@ -44,7 +44,7 @@ def workloads(*, quick: bool) -> list[Workload]:
     rounds = 2 if quick else 5
     few = 1 if quick else 3
     return [
-        Put("put-1", writers=1, rollouts=8 if quick else 24, rounds=rounds),
+        Put("put-1", writers=1, rollouts=8 if quick else 100, rounds=rounds),
         Put("put-16", writers=16, rollouts=32 if quick else 64, rounds=rounds),
         Put("put-64", writers=64, rollouts=64 if quick else 128, rounds=rounds),
         Put(
