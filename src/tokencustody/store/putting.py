@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -69,7 +69,7 @@ class Put:
         if fence.state is not FenceState.OPEN and self._is_written_txn(connection):
             return True
         refuse_if_frozen(fence, self.key, f"call {self.entry.model_call_id}")
-        call = self.call if self._base_is_there_txn(connection) else self.whole_call
+        call = self._call_txn(connection)
         if connection.execute(insert_if_absent(connection, entries), call.row).rowcount:
             return True
         held: str | None = connection.scalar(_IDENTITY, self._named)
@@ -105,12 +105,17 @@ class Put:
             )
         return fields
 
-    def _base_is_there_txn(self, connection: Connection) -> bool:
+    def _call_txn(self, connection: Connection) -> NewCall:
+        """Return the row as it can be stored now that the fence is locked and no parent can be replaced any more."""
         parent = self.entry.parent_call_id
-        if self.base is None or parent is None or not self.base.is_delta:
-            return base_is_there_txn(connection, self.call)
-        # What a delta continues may have been replaced since; with the fence locked, it no longer can be.
-        return read_base(self.key, chain_txn(connection, self.key, parent), parent) == self.base
+        if self.base is None or parent is None:
+            return self.whole_call
+        if not self.base.is_delta and base_is_there_txn(connection, self.call):
+            return self.call
+        found = read_base(self.key, chain_txn(connection, self.key, parent), parent)
+        if found is None or not self.packed.begins_with(found.ids):
+            return self.whole_call
+        return replace(self, base=found).call
 
     @property
     def _named(self) -> dict[str, Any]:

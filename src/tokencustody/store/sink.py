@@ -187,7 +187,7 @@ async def _base(
     if entry.prompt_is_delta or not is_call_id(parent):
         return None
     base = sequences.find(key, parent)
-    if base is None or not packed.begins_with(base.ids):
+    if base is None or not base.ids or not packed.begins_with(base.ids):
         # Another process wrote it, or wrote it anew.
         base = await _read_base(doors, sequences, key, parent)
         if base is not None and not base.is_delta:
