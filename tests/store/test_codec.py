@@ -20,7 +20,8 @@ from tests.support.entries import make_entry
 from tokencustody import CaptureStore, TokenEntry, open_store
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.sql import tables
-from tokencustody.sql.codec import PackedIds, pack_entry, unpack_entry, validated, without_prefix
+from tokencustody.sql.codec import pack_entry, unpack_entry, validated, without_prefix
+from tokencustody.sql.id_columns import PackedIds
 
 IDS = st.integers(0, 2**64 - 1) | st.integers(0, 200_000)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)

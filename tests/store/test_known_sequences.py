@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tokencustody.sql.codec import PackedIds
+from tokencustody.sql.id_columns import PackedIds
 from tokencustody.store import sequences
 from tokencustody.store.fence import RolloutKey
 from tokencustody.store.sequences import KnownSequence, KnownSequences

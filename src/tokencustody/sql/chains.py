@@ -20,7 +20,8 @@ from typing import Any, Self
 
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
-from tokencustody.sql.codec import PackedIds, StoredCall, digest_of_ids, pack_ids, read_call, where
+from tokencustody.sql.codec import StoredCall, read_call, where
+from tokencustody.sql.id_columns import PackedIds, digest_of_ids, pack_ids
 
 # Bytes of a prefix from which on a thread is worth its while, and the prefixes that may wait for it.
 _LONG = 128 * 1024

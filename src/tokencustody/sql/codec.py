@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import sys
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,8 +35,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
-from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry, digest_of_uint64s
+from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry
 from tokencustody.sql.exact_json import decode_json, encode_json
+from tokencustody.sql.id_columns import TYPECODES, PackedIds, decoded, little_endian, narrowest, widened
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
@@ -47,37 +47,7 @@ SHARED_CODEC_VERSION = 2
 
 _HEADER = struct.Struct("<BBBxQQ")
 _SHARED_HEADER = struct.Struct("<BBBxQQQ")
-_TYPECODES = {array(code).itemsize: code for code in "HIQ"}
 _MAX_COLUMN_INT = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class PackedIds:
-    """Token ids, each `width` bytes wide as in a payload."""
-
-    width: int
-    data: bytes
-
-    @classmethod
-    def of(cls, ids: list[int]) -> PackedIds:
-        """Return validated ids packed as narrow as they can be."""
-        column = _narrowest(ids)
-        return cls(column.itemsize, _little_endian(column))
-
-    def __len__(self) -> int:
-        return len(self.data) // self.width
-
-    def token_ids(self) -> list[int]:
-        """Return the ids."""
-        return _decoded(_TYPECODES[self.width], self.data, 0, len(self))
-
-    def at_width(self, width: int) -> array[int]:
-        """Return the ids as the payload holds them at a width of at least their own."""
-        if width > self.width:
-            return pack_ids(self.token_ids(), width)
-        column = array(_TYPECODES[width])
-        column.frombytes(self.data)
-        return column
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +122,12 @@ class StoredCall:
 
     def own_prompt(self) -> list[int]:
         """Return the prompt ids that were stored."""
-        return _decoded(_TYPECODES[self.token_width], self.body, 0, self.own_prompt_len)
+        return decoded(TYPECODES[self.token_width], self.body, 0, self.own_prompt_len)
 
     def generation(self) -> list[int]:
         """Return the generated ids."""
         start = self.own_prompt_len * self.token_width
-        return _decoded(_TYPECODES[self.token_width], self.body, start, self.generation_len)
+        return decoded(TYPECODES[self.token_width], self.body, start, self.generation_len)
 
     def own_ids(self) -> bytes:
         """Return the prompt and generated ids that were stored, packed."""
@@ -184,7 +154,7 @@ class StoredCall:
         columns = (
             shared + prompt if shared else prompt,
             generation,
-            _decoded("d", self.body, log_probs_at, self.generation_len),
+            decoded("d", self.body, log_probs_at, self.generation_len),
         )
         return construct(TokenEntry, {**self.fields, **dict(zip(TOKEN_FIELDS, columns, strict=True))})
 
@@ -214,7 +184,7 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
     back from JSON as it was given (a tuple, bytes, a lone surrogate, a key that is no string).
     """
     try:
-        prompt, generation = _narrowest(entry.prompt_token_ids), _narrowest(entry.generation_token_ids)
+        prompt, generation = narrowest(entry.prompt_token_ids), narrowest(entry.generation_token_ids)
     except OverflowError:
         raise _out_of_range(entry) from None
     width = max(prompt.itemsize, generation.itemsize)
@@ -225,9 +195,9 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
     payload = b"".join(
         (
             _HEADER.pack(CODEC_VERSION, width, dialect, len(prompt), len(generation)),
-            _little_endian(_widened(prompt, width)),
-            _little_endian(_widened(generation, width)),
-            _little_endian(array("d", entry.generation_log_probs)),
+            little_endian(widened(prompt, width)),
+            little_endian(widened(generation, width)),
+            little_endian(array("d", entry.generation_log_probs)),
             text,
         )
     )
@@ -248,14 +218,6 @@ def without_prefix(packed: PackedEntry, shared_len: int) -> SharedPayload:
     )
     payload = header + packed.payload[_HEADER.size + shared_len * width :]
     return SharedPayload(payload, hashlib.sha256(payload).hexdigest())
-
-
-def pack_ids(ids: list[int], width: int) -> array[int]:
-    """Return ids as the payload holds them at `width`; the array is right in its bytes, not in its values.
-
-    Raises OverflowError for an id that does not fit.
-    """
-    return _swapped_on_big_endian(array(_TYPECODES[width], ids))
 
 
 def unpack_entry(payload: bytes, sha256: str, *, rollout_id: str, model_call_id: str) -> TokenEntry:
@@ -356,47 +318,10 @@ def _fields(entry: TokenEntry) -> dict[str, Any]:
     return {**entry.__dict__, **(entry.model_extra or {})}
 
 
-def _narrowest(ids: list[int]) -> array[int]:
-    for code in "HI":
-        try:
-            return array(code, ids)
-        except OverflowError:
-            continue  # at the first id that does not fit: far cheaper than asking for the highest
-    return array("Q", ids)
-
-
-def _widened(column: array[int], width: int) -> array[int]:
-    return column if column.itemsize == width else array(_TYPECODES[width], column)
-
-
 def _out_of_range(entry: TokenEntry) -> InvalidRecordError:
     names = ("prompt_token_ids", "generation_token_ids")
     name = next(name for name in names if not all(0 <= token < 1 << 64 for token in getattr(entry, name)))
     return InvalidRecordError(f"{name}: every id must lie between 0 and 2^64-1")
-
-
-def digest_of_ids(ids: list[int]) -> str:
-    """Return what `compute_digest` does for ids that were validated before, several times as fast."""
-    column = array("Q", ids)
-    if sys.byteorder == "little":
-        column.byteswap()
-    return digest_of_uint64s(memoryview(column).cast("B"))
-
-
-def _swapped_on_big_endian(column: array[Any]) -> array[Any]:
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column
-
-
-def _little_endian(column: array[Any]) -> bytes:
-    return _swapped_on_big_endian(column).tobytes()
-
-
-def _decoded(code: str, body: bytes, start: int, count: int) -> list[Any]:
-    column = array(code)
-    column.frombytes(body[start : start + count * column.itemsize])
-    return _swapped_on_big_endian(column).tolist()
 
 
 def _take_apart(payload: bytes) -> StoredCall:
@@ -411,7 +336,7 @@ def _take_apart(payload: bytes) -> StoredCall:
             raise ValueError(
                 f"payload codec {version} is not {CODEC_VERSION} or {SHARED_CODEC_VERSION}, those this library reads"
             )
-    if width not in _TYPECODES:
+    if width not in TYPECODES:
         raise ValueError(f"token ids of {width} bytes")
     if payload[3]:
         raise ValueError(f"byte 3 of the header is {payload[3]}, not 0")

@@ -16,7 +16,7 @@ from tokencustody.lineage import NO_MATCH, ROOT, Candidate, choose_parent, resol
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus
 from tokencustody.sql.chains import check_recorded, unpack_chain
-from tokencustody.sql.codec import PackedIds, digest_of_ids
+from tokencustody.sql.id_columns import PackedIds, digest_of_ids
 from tokencustody.sql.tables import entries, ledger_calls
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey, of_rollout

@@ -12,8 +12,9 @@ from sqlalchemy import Connection, Row, select
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
 from tokencustody.sql.chains import unpack_calls, unpack_chain, unpack_sequence_on
-from tokencustody.sql.codec import PackedEntry, PackedIds, SharedPayload, differing_fields, without_prefix
+from tokencustody.sql.codec import PackedEntry, SharedPayload, differing_fields, without_prefix
 from tokencustody.sql.dialects import insert_if_absent
+from tokencustody.sql.id_columns import PackedIds
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries
 from tokencustody.store.fence import (
     RolloutKey,

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from threading import Lock
 
-from tokencustody.sql.codec import PackedIds
+from tokencustody.sql.id_columns import PackedIds
 from tokencustody.store.fence import RolloutKey
 
 _MOST_BYTES = 64 * 2**20
