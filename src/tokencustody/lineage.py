@@ -7,7 +7,7 @@ one such call is never decided by a guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,21 +91,24 @@ def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
         tokens += entry.generation_token_ids
         previous = entry
     assert previous is not None  # noqa: S101 - a chain ends with the entry that was asked for
-    if previous.cum_len is not None and previous.cum_len != len(tokens):
-        raise LineageError(
-            f"model call {previous.model_call_id} of rollout {previous.rollout_id} records a sequence of "
-            f"{previous.cum_len} tokens, but its chain has {len(tokens)}"
-        )
-    if previous.prompt_is_delta and not previous.digest:
-        raise LineageError(
-            f"model call {previous.model_call_id} of rollout {previous.rollout_id} has a delta prompt and no digest, "
-            "so its sequence cannot be proven"
-        )
-    if previous.digest and previous.digest != compute_digest(tokens):
-        raise LineageError(
-            f"model call {previous.model_call_id} of rollout {previous.rollout_id}: its chain has another digest"
-        )
+    check_recorded(previous, tokens, compute_digest)
     return tuple(tokens)
+
+
+def check_recorded(call: Any, sequence: list[int], digest_of: Callable[[list[int]], str]) -> None:
+    """Raise LineageError unless a call's whole sequence has the length and the digest that it records.
+
+    A delta must record a digest, for nothing else proves what it continues.
+    """
+    where = f"model call {call.model_call_id} of rollout {call.rollout_id}"
+    if call.cum_len is not None and call.cum_len != len(sequence):
+        raise LineageError(
+            f"{where} records a sequence of {call.cum_len} tokens, but its chain has {len(sequence)}"
+        )
+    if call.prompt_is_delta and not call.digest:
+        raise LineageError(f"{where} has a delta prompt and no digest, so its sequence cannot be proven")
+    if call.digest and call.digest != digest_of(sequence):
+        raise LineageError(f"{where}: its chain has another digest")
 
 
 def resolved(model_call_id: str, digest: str, tokens: tuple[int, ...]) -> LineageResolution:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tokencustody.errors import CorruptEntryError, LineageError
+from tokencustody.lineage import check_recorded
 from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import StoredCall, read_call, where
 from tokencustody.sql.id_columns import PackedIds, digest_of_ids, pack_ids
@@ -67,12 +68,7 @@ def unpack_chain(
         ids += entry.prompt_token_ids[call.shared_len or 0 :]
         ids += entry.generation_token_ids
         if prove:
-            if entry.prompt_is_delta and not entry.digest:
-                raise LineageError(
-                    f"{where(rollout_id, model_call_id)} has a delta prompt and no digest, so its sequence cannot be "
-                    "proven"
-                )
-            check_recorded(rollout_id, model_call_id, ids, entry.cum_len, entry.digest)
+            check_recorded(entry, ids, digest_of_ids)
     except (CorruptEntryError, LineageError):
         unpack_calls(rollout_id, [row for row, _ in above])  # names an ancestor, if that is the wrong one
         raise
@@ -287,15 +283,3 @@ def _chain_up(rollout_id: str, rows: dict[str, Any], model_call_id: str) -> list
         if call.shared_len is not None:
             raise _without_beginning(rollout_id, row.model_call_id, wanted, is_circle=wanted in passed)
     raise LineageError(f"{where(rollout_id, chain[-1][0].model_call_id)}: its parent chain is broken")
-
-
-def check_recorded(
-    rollout_id: str, model_call_id: str, ids: list[int], cum_len: int | None, digest: str | None
-) -> None:
-    """Raise LineageError unless a call's whole sequence has the length and the digest that it records, if any."""
-    if cum_len is not None and cum_len != len(ids):
-        raise LineageError(
-            f"{where(rollout_id, model_call_id)} records a sequence of {cum_len} tokens, but its chain has {len(ids)}"
-        )
-    if digest and digest != digest_of_ids(ids):
-        raise LineageError(f"{where(rollout_id, model_call_id)}: its chain has another digest")

@@ -59,19 +59,18 @@ def from_parameters(columns: Sequence[str], types: Sequence[str]) -> str:
 
 
 @lru_cache(maxsize=256)
-def from_values(columns: tuple[str, ...], rows: int) -> str:
-    """Return `asked` for SQLite: its parameters are the rows, one after the other."""
+def _from_values(template: str, columns: tuple[str, ...], rows: int) -> str:
     row = f"({', '.join('?' * len(columns))})"
-    return f"asked ({', '.join(columns)}) AS (VALUES {', '.join([row] * rows)})"
+    return template.format(asked=f"asked ({', '.join(columns)}) AS (VALUES {', '.join([row] * rows)})")
 
 
 def execute_in_pieces(
     connection: Connection,
-    statement: Callable[[str], str],
+    template: str,
     columns: tuple[str, ...],
     rows: Sequence[Sequence[Any]],
 ) -> Iterator[sqlite3.Cursor]:
-    """Execute, on SQLite, `statement` of `asked` for all rows, piece by piece.
+    """Execute, on SQLite, a statement for all rows, piece by piece; `{asked}` in `template` stands for its source.
 
     A row may be in `asked` more than once, so the statement must be one that repeating it changes nothing.
     """
@@ -80,7 +79,7 @@ def execute_in_pieces(
         size = next(size for size in _SIZES if size >= len(piece))
         filled = chain(piece, repeat(piece[-1], size - len(piece)))
         values = tuple(chain.from_iterable(filled))
-        yield _execute(connection, statement(from_values(columns, size)), values)
+        yield _execute(connection, _from_values(template, columns, size), values)
 
 
 def _execute(connection: Connection, text: str, values: tuple[Any, ...]) -> sqlite3.Cursor:

@@ -107,7 +107,7 @@ class Database:
             return await doors.write(work)
 
     def stats(self) -> Counter[str]:
-        """Return what was counted in this process: see `CaptureStore.stats`."""
+        """Return what was counted in this process: see `DatabaseClient.stats`."""
         counted: Counter[str] = Counter()
         for (pid, _), engines in self._held.items():
             if pid == os.getpid():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from sqlalchemy import Connection, Row, Table, select
@@ -69,11 +69,11 @@ _HAS_NO_ATTACHMENTS = (
     " AND a.model_call_id = stored.model_call_id LIMIT 1) IS NULL"
 )
 _OPEN_FENCES = (
-    "INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)"
+    "WITH {asked} INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)"
     f" SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM asked WHERE true ON CONFLICT DO NOTHING"
 )
 _OPEN_VERSIONS = (
-    "INSERT INTO snapshot_versions"
+    "WITH {asked} INSERT INTO snapshot_versions"
     " (run, rollout_id, version, event, event_id, model_call_id, recorded_at, written_by)"
     f" SELECT run, rollout_id, 0, '{VersionEvent.OPEN}', opening_id, '', at, written_by FROM asked WHERE true"
     " ON CONFLICT DO NOTHING"
@@ -216,18 +216,19 @@ class CallInsert:
         return self._known_again(connection, rows)
 
     def _insert_values(self, connection: Connection, rows: list[list[Any]]) -> int:
+        columns = (*self._columns, "base_sha256") if self._fenced else self._columns
+        results = execute_in_pieces(connection, self._insert_on_condition, columns, rows)
+        return sum(result.rowcount for result in results)
+
+    @cached_property
+    def _insert_on_condition(self) -> str:
         names = ", ".join(self._columns)
         condition = f"{_FENCE_IS_OPEN} AND {self._condition}" if self._fenced else "true"
-
         # The driver counts the rows of statements that begin with INSERT.
-        def insert(asked: str) -> str:
-            return (
-                f"INSERT INTO {self._table.name} ({names}) WITH {asked} SELECT {names} FROM asked WHERE {condition}"
-                " ON CONFLICT DO NOTHING"
-            )
-
-        columns = (*self._columns, "base_sha256") if self._fenced else self._columns
-        return sum(result.rowcount for result in execute_in_pieces(connection, insert, columns, rows))
+        return (
+            f"INSERT INTO {self._table.name} ({names}) WITH {{asked}} SELECT {names} FROM asked WHERE {condition}"
+            " ON CONFLICT DO NOTHING"
+        )
 
     def _open_fences(
         self, connection: Connection, calls: dict[Key, NewCall], rows: list[list[Any]], seen: set[RolloutKey]
@@ -242,7 +243,7 @@ class CallInsert:
         for statement in (_OPEN_FENCES, _OPEN_VERSIONS):
             for _ in execute_in_pieces(
                 connection,
-                partial("WITH {1} {0}".format, statement),
+                statement,
                 ("run", "rollout_id", "at", "written_by", "opening_id"),
                 list(opened.values()),
             ):
@@ -250,18 +251,18 @@ class CallInsert:
 
     def _known_again(self, connection: Connection, rows: list[list[Any]]) -> set[Key]:
         indexes = [self._columns.index(name) for name in self._known_by]
+        known = [[row[index] for index in indexes] for row in rows]
+        results = execute_in_pieces(connection, self._select_known, self._known_by, known)
+        return {(run, rollout_id, call) for result in results for run, rollout_id, call in result}
+
+    @cached_property
+    def _select_known(self) -> str:
         same = " AND ".join(f"stored.{name} = asked.{name}" for name in self._known_by)
         key = ", ".join(f"stored.{name}" for name in _KEY)
-
-        def select_stored(asked: str) -> str:
-            return (
-                f"WITH {asked} SELECT {key} FROM asked JOIN {self._table.name} AS stored ON {same}"
-                f" WHERE {self._known_if}"
-            )
-
-        known = [[row[index] for index in indexes] for row in rows]
-        results = execute_in_pieces(connection, select_stored, self._known_by, known)
-        return {(run, rollout_id, call) for result in results for run, rollout_id, call in result}
+        return (
+            f"WITH {{asked}} SELECT {key} FROM asked JOIN {self._table.name} AS stored ON {same}"
+            f" WHERE {self._known_if}"
+        )
 
     def _values(self, connection: Connection, call: NewCall) -> list[Any]:
         values = self._adapter.adapt(connection, [call.row[name] for name in self._columns])

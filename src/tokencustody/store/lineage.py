@@ -12,10 +12,18 @@ from sqlalchemy import Connection, bindparam, or_, select
 
 from tokencustody.errors import InvalidRecordError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
-from tokencustody.lineage import NO_MATCH, ROOT, Candidate, choose_parent, resolved, unresolved
+from tokencustody.lineage import (
+    NO_MATCH,
+    ROOT,
+    Candidate,
+    check_recorded,
+    choose_parent,
+    resolved,
+    unresolved,
+)
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus
-from tokencustody.sql.chains import check_recorded, unpack_chain
+from tokencustody.sql.chains import unpack_chain
 from tokencustody.sql.id_columns import PackedIds, digest_of_ids
 from tokencustody.sql.tables import entries, ledger_calls
 from tokencustody.store.base import SqlStore
@@ -85,6 +93,7 @@ _CANDIDATES = select(
     _CALL.cum_len,
     _CALL.payload_sha256,
     _CALL.prompt_is_delta,
+    _CALL.rollout_id,
 ).where(
     of_rollout(entries),
     _CALL.continuation_fingerprint == bindparam("fingerprint"),
@@ -123,7 +132,7 @@ def _resolved(sequences: KnownSequences, key: RolloutKey, parent: _Parent) -> Li
     if known is not None:
         ids = known.ids.token_ids()
         if known.digest is None:
-            check_recorded(key.rollout_id, row.model_call_id, ids, row.cum_len, row.digest)
+            check_recorded(row, ids, digest_of_ids)
     else:
         chain = _proven(parent.chain, row.model_call_id)
         _, ids = unpack_chain(key.rollout_id, chain, row.model_call_id)
