@@ -34,7 +34,7 @@ from tokencustody.sql.tables import (
     snapshot_versions,
 )
 from tokencustody.store.base import SqlStore
-from tokencustody.store.fence import RolloutKey
+from tokencustody.store.fence import RolloutKey, of_rollout
 from tokencustody.store.ids import check_rollout_id
 
 _HISTORY = [
@@ -285,7 +285,7 @@ def _totals_txn(connection: Connection, matching: Subquery) -> Totals:
 
 def _calls_txn(connection: Connection, key: RolloutKey) -> tuple[CallSummary, ...]:
     columns = [entries.c[name] for name in CallSummary.__dataclass_fields__]
-    rows = connection.execute(select(*columns).where(key.of(entries)))
+    rows = connection.execute(select(*columns).where(of_rollout(entries)), key.named())
     # Sorted here: calls of one transaction share their time, and databases differ in how they order text.
     return tuple(
         sorted((CallSummary(*row) for row in rows), key=lambda call: (call.committed_at, call.model_call_id))
@@ -293,7 +293,7 @@ def _calls_txn(connection: Connection, key: RolloutKey) -> tuple[CallSummary, ..
 
 
 def _intents_txn(connection: Connection, key: RolloutKey) -> tuple[Intent, ...]:
-    same_call = and_(key.of(entries), entries.c.model_call_id == intents.c.model_call_id)
+    same_call = and_(of_rollout(entries), entries.c.model_call_id == intents.c.model_call_id)
     rows = connection.execute(
         select(
             intents.c.model_call_id,
@@ -304,7 +304,8 @@ def _intents_txn(connection: Connection, key: RolloutKey) -> tuple[Intent, ...]:
             intents.c.written_by,
         )
         .outerjoin(entries, same_call)
-        .where(key.of(intents))
+        .where(of_rollout(intents)),
+        key.named(),
     )
     return tuple(
         sorted((Intent(*row) for row in rows), key=lambda intent: (intent.begun_at, intent.model_call_id))
@@ -312,7 +313,7 @@ def _intents_txn(connection: Connection, key: RolloutKey) -> tuple[Intent, ...]:
 
 
 def _versions_txn(connection: Connection, key: RolloutKey) -> tuple[Version, ...]:
-    of_version = and_(key.of(failures), failures.c.version == snapshot_versions.c.version)
+    of_version = and_(of_rollout(failures), failures.c.version == snapshot_versions.c.version)
     evidence = [
         failures.c[name] for name in ("differing_fields", "first_payload_sha256", "second_payload_sha256")
     ]
@@ -320,8 +321,9 @@ def _versions_txn(connection: Connection, key: RolloutKey) -> tuple[Version, ...
         select(*_HISTORY, failures.c.kind.label("failure_kind"), *evidence)
         .select_from(snapshot_versions)
         .outerjoin(failures, of_version)
-        .where(key.of(snapshot_versions))
-        .order_by(snapshot_versions.c.version)
+        .where(of_rollout(snapshot_versions))
+        .order_by(snapshot_versions.c.version),
+        key.named(),
     )
     return tuple(_version(row._mapping) for row in rows)
 
@@ -335,13 +337,15 @@ def _version(row: RowMapping) -> Version:
 
 def _ledger_calls_txn(connection: Connection, key: RolloutKey) -> tuple[LedgerCall, ...]:
     columns = [ledger_calls.c[name] for name in LedgerCall.__dataclass_fields__]
-    rows = connection.execute(select(*columns).where(key.of(ledger_calls)).order_by(ledger_calls.c.position))
+    rows = connection.execute(
+        select(*columns).where(of_rollout(ledger_calls)).order_by(ledger_calls.c.position), key.named()
+    )
     return tuple(LedgerCall(*row) for row in rows)
 
 
 def _ledger_failures_txn(connection: Connection, key: RolloutKey) -> tuple[LedgerFailure, ...]:
     columns = [ledger_failures.c[name] for name in LedgerFailure.__dataclass_fields__]
     rows = connection.execute(
-        select(*columns).where(key.of(ledger_failures)).order_by(ledger_failures.c.position)
+        select(*columns).where(of_rollout(ledger_failures)).order_by(ledger_failures.c.position), key.named()
     )
     return tuple(LedgerFailure(*row) for row in rows)

@@ -66,10 +66,6 @@ class RolloutKey:
         """The name of the rollout's advisory lock."""
         return f"{self.run}/{self.rollout_id}"
 
-    def of(self, table: Any) -> Any:
-        """Return the condition that a row of `table` belongs to this rollout."""
-        return (table.c.run == self.run) & (table.c.rollout_id == self.rollout_id)
-
 
 @dataclass(frozen=True, slots=True)
 class Stamp:

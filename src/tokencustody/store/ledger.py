@@ -15,7 +15,14 @@ from tokencustody.errors import InvalidRecordError, PayloadConflictError, Rollou
 from tokencustody.fingerprint import conversation_digest
 from tokencustody.sql.codec import first_problem
 from tokencustody.sql.tables import FenceState, fences, ledger_calls, ledger_failures
-from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, ManifestFailure, RolloutManifest
+from tokencustody.staging.records import (
+    LEDGER_ROW_MISSING_CHAIN_HASH_REASON,
+    LEDGER_ROW_MISSING_RESPONSE_ID_REASON,
+    CallRecord,
+    CaptureLedgerCommit,
+    ManifestFailure,
+    RolloutManifest,
+)
 from tokencustody.store.base import now
 from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn, of_call, of_rollout
 from tokencustody.store.ids import check_call_id, check_rollout_id, check_text
@@ -23,9 +30,6 @@ from tokencustody.store.lineage import SqlLineageResolver
 from tokencustody.store.removal import RolloutRemover
 
 LOGGER = logging.getLogger(__name__)
-
-MISSING_RESPONSE_ID_REASON = "ledger_row_missing_response_id"
-MISSING_CHAIN_HASH_REASON = "ledger_row_missing_chain_hash"
 
 # The columns of a call that are fields of its manifest row.
 _RECORD_COLUMNS = tuple(name for name in CallRecord.model_fields if name in ledger_calls.c)
@@ -269,8 +273,8 @@ def _record_fields(row: Any) -> dict[str, Any]:
 
 def _why_incomplete(row: Any) -> str | None:
     if not row.response_id:
-        return MISSING_RESPONSE_ID_REASON
-    return None if row.chain_hash else MISSING_CHAIN_HASH_REASON
+        return LEDGER_ROW_MISSING_RESPONSE_ID_REASON
+    return None if row.chain_hash else LEDGER_ROW_MISSING_CHAIN_HASH_REASON
 
 
 def _exported(rollout_id: str, row: Any) -> dict[str, Any]:
