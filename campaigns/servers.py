@@ -118,7 +118,8 @@ class PostgresCluster:
                 os.kill(pid, signal.SIGKILL)
         (self.home / "pid").unlink()
         give_up = time.monotonic() + _PATIENCE
-        while any(_runs(pid) for pid in processes):
+        # Until they are reaped: a new server counts one that was not as running.
+        while any(Path(f"/proc/{pid}").exists() for pid in processes):
             if time.monotonic() > give_up:
                 raise ServerError(f"processes of the server outlive SIGKILL: {processes}")
             time.sleep(0.01)
@@ -213,14 +214,6 @@ def _children(parent: int) -> Sequence[int]:
         return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     except FileNotFoundError:
         return []
-
-
-def _runs(pid: int) -> bool:
-    try:
-        # The state stands after the name of the program, which is in brackets.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _tail(path: Path) -> str:
