@@ -153,9 +153,6 @@ class PostgresCluster:
         self._run("pg_ctl", "-D", str(self._data), "-w", "-t", str(int(_PATIENCE)), *arguments)
 
     def _run(self, program: str, *arguments: str) -> None:
-        run_as: dict[str, Any] = {}
-        if self._account is not None:
-            run_as = {"user": self._account.pw_uid, "group": self._account.pw_gid, "extra_groups": []}
         output = self.home / "output"
         with output.open("w") as file:
             # Into a file: a server would keep a pipe open for as long as it runs.
@@ -167,7 +164,7 @@ class PostgresCluster:
                 stderr=file,
                 start_new_session=True,
                 check=False,
-                **run_as,
+                **run_as(self._account),
             )
         if done.returncode:
             raise ServerError(
@@ -191,6 +188,13 @@ def unprivileged_account() -> pwd.struct_passwd | None:
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(name)
     raise ServerError("PostgreSQL refuses to run as root, and neither postgres nor nobody is an account here")
+
+
+def run_as(account: pwd.struct_passwd | None) -> dict[str, Any]:
+    """Return the options of subprocess that run a program as an account; none for None."""
+    if account is None:
+        return {}
+    return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
 
 
 def give_to(account: pwd.struct_passwd | None, path: Path) -> None:
