@@ -419,9 +419,9 @@ async def test_a_lone_call_is_one_transaction(store_url: str, coalesce: Coalesce
             await store.sink.put(call("one", f"call-{number}"))
             await store.sink.begin_call("one", f"call-{number}")
         after = store.stats()
-        assert {name: after[name] - before[name] for name in after} == {
+        changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+        assert changed == {
             "transactions": 6,
-            "retries": 0,
             "shared_calls": 6,
             "shared_transactions": 6,
         }

@@ -98,6 +98,16 @@ class Gatherer(Generic[Item, Answer]):
         finally:
             alarm.cancel()
 
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for a transaction."""
+        return sum(map(len, list(self._groups.values()))) + len(self._outside)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """How many bytes have the calls that wait, and those that are being written. Some may wait outside for room."""
+        return self._bytes
+
     async def _alone(self, call: _Call[Item, Answer]) -> Answer:
         # In the caller's own task: another one would cost two turns of the loop.
         batch = _Batch([call])

@@ -253,7 +253,7 @@ def read_call(payload: bytes, sha256: str, *, rollout_id: str, model_call_id: st
         ids = call.fields["rollout_id"], call.fields["model_call_id"]
     except (ValueError, struct.error, KeyError, TypeError, RecursionError) as exc:
         raise CorruptEntryError(
-            f"{where(rollout_id, model_call_id)}: the stored payload does not decode: {exc}"
+            f"{where(rollout_id, model_call_id)}: the stored payload does not decode: {str(exc)[:200]}"
         ) from exc
     if ids != (rollout_id, model_call_id):
         raise CorruptEntryError(
@@ -347,4 +347,7 @@ def _take_apart(payload: bytes) -> StoredCall:
     fields = decode_json(dialect, body[text_at:])
     if fields["parent_resolution"] is not None:
         fields["parent_resolution"] = ParentResolutionStatus(fields["parent_resolution"])
+    # What rebuilding goes by; a faulty writer may have stored anything with the right hash.
+    if not isinstance(fields["parent_call_id"], str | None):
+        raise ValueError("parent_call_id is no text")
     return StoredCall(width, dialect, shared_len, own_prompt_len, generation_len, fields, body)

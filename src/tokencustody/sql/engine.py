@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection
 
+from tokencustody.sql.coalescing import Gatherer
+from tokencustody.sql.stats import none_counted
 from tokencustody.sql.url import DatabaseUrl
 
+Using = TypeVar("Using")
 Result = TypeVar("Result")
 Work = Callable[[Connection], Result]
 
@@ -30,6 +33,20 @@ class EngineKey:
     deadline: float
 
 
+@dataclass(eq=False, slots=True)
+class Attempt(Generic[Using, Result]):
+    """One try of a transaction: its function, and how far it came."""
+
+    work: Callable[[Using], Result]
+    started: bool = False
+    committing: bool = False
+
+    def __call__(self, using: Using) -> Result:
+        """Run the function, as the engine does once it has a connection."""
+        self.started = True
+        return self.work(using)
+
+
 class Engines(ABC):
     """The connections of one database in one process and event loop, shared by the stores that use it.
 
@@ -43,7 +60,7 @@ class Engines(ABC):
         self.running = 0
         self.checked = False
         self.checking = asyncio.Lock()
-        self.stats: Counter[str] = Counter()
+        self.stats: Counter[str] = none_counted()
         self.kept: dict[Any, Any] = {}
         self._idle = asyncio.Event()
 
@@ -52,8 +69,19 @@ class Engines(ABC):
         """Run `work` in one transaction that sees one snapshot and cannot write."""
 
     @abstractmethod
-    async def write(self, work: Work[Result]) -> Result:
-        """Run `work` in one transaction and return once it is durable. It is over when this returns or raises."""
+    async def write(self, attempt: Attempt[Connection, Result]) -> Result:
+        """Run `attempt` in one transaction and return once it is durable. It is over when this returns or raises.
+
+        `attempt.committing` is set when the database may have committed although this raises.
+        """
+
+    def count_waiting(self) -> dict[str, int]:
+        """Return the figures of `sql.stats` that say how it is now."""
+        queues = [kept for kept in list(self.kept.values()) if isinstance(kept, Gatherer)]
+        return {
+            "queue_depth": sum(queue.waiting for queue in queues),
+            "queued_bytes": sum(queue.waiting_bytes for queue in queues),
+        }
 
     @abstractmethod
     def checked_out(self) -> int:

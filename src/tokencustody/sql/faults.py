@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable
-from enum import Enum
+from enum import Enum, StrEnum
+from typing import NamedTuple
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -13,8 +14,11 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from tokencustody.errors import StoreUnavailableError
 from tokencustody.sql.url import DatabaseUrl
 
-# Tests put faults here, by the name of the point: an awaitable function that raises, waits or kills the process.
+# Tests and campaigns put faults here, by the name of the point: an awaitable function that raises, waits or kills the
+# process. The points are "before commit", "after commit, before acknowledgement" and, beside a transaction of several
+# calls that is running, "inside a coalesced batch".
 FAULT_POINTS: dict[str, Callable[[], Awaitable[None]]] = {}
+_running: set[asyncio.Future[None]] = set()
 
 
 class Fault(Enum):
@@ -25,40 +29,79 @@ class Fault(Enum):
     UNAVAILABLE = "the database refuses, and asking again will not help"
 
 
+class Cause(StrEnum):
+    """Why a transaction is tried again."""
+
+    SERIALIZATION = "serialization"
+    DEADLOCK = "deadlock"
+    LOCK = "lock"
+    CONNECTION = "connection"
+    SHUTDOWN = "shutdown"
+    READ_ONLY = "read_only"
+    TOO_MANY_CONNECTIONS = "too_many_connections"
+    TIMEOUT = "timeout"
+
+    @property
+    def text(self) -> str:
+        """A sentence for people."""
+        return _CAUSES[self]
+
+
+_CAUSES = {
+    Cause.SERIALIZATION: "Tries after a serialization failure.",
+    Cause.DEADLOCK: "Tries after a deadlock.",
+    Cause.LOCK: "Tries after a lock, of a row or of the SQLite file, was not to be had.",
+    Cause.CONNECTION: "Tries after a connection was refused or lost.",
+    Cause.SHUTDOWN: "Tries after the server shut down, was starting up or ended the session.",
+    Cause.READ_ONLY: "Tries after the server was found to be read-only, as during a failover.",
+    Cause.TOO_MANY_CONNECTIONS: "Tries after the server had no connection left.",
+    Cause.TIMEOUT: "Tries after a time-out of the driver or the pool.",
+}
+
+
+class Failure(NamedTuple):
+    """What a failure means, and its cause where the transaction is tried again."""
+
+    fault: Fault
+    cause: Cause | None = None
+
+
+_UNAVAILABLE = Failure(Fault.UNAVAILABLE)
+
 # The longest matching prefix of a SQLSTATE decides.
 SQLSTATES = {
-    "40001": Fault.RETRY,  # serialization failure, also raised by COMMIT
-    "40P01": Fault.RETRY,  # deadlock detected
-    "55P03": Fault.RETRY,  # lock not available
-    "08": Fault.LOST,  # connection exceptions
-    "57P01": Fault.LOST,  # admin shutdown
-    "57P02": Fault.LOST,  # crash shutdown
-    "57P03": Fault.LOST,  # cannot connect now: starting up or shutting down
-    "25006": Fault.LOST,  # read-only transaction: a standby, as during a failover
-    "53300": Fault.LOST,  # too many connections
-    "53": Fault.UNAVAILABLE,  # out of disk, memory or configured limits
-    "58": Fault.UNAVAILABLE,  # system error outside the database
-    "28": Fault.UNAVAILABLE,  # wrong user or password
-    "3D000": Fault.UNAVAILABLE,  # no such database
-    "42501": Fault.UNAVAILABLE,  # insufficient privilege
-    "42704": Fault.UNAVAILABLE,  # no such setting, as for an unknown parameter of the URL
-    "57014": Fault.UNAVAILABLE,  # statement timeout or cancel by an administrator
+    "40001": Failure(Fault.RETRY, Cause.SERIALIZATION),  # also raised by COMMIT
+    "40P01": Failure(Fault.RETRY, Cause.DEADLOCK),
+    "55P03": Failure(Fault.RETRY, Cause.LOCK),
+    "08": Failure(Fault.LOST, Cause.CONNECTION),
+    "57P01": Failure(Fault.LOST, Cause.SHUTDOWN),  # admin shutdown
+    "57P02": Failure(Fault.LOST, Cause.SHUTDOWN),  # crash shutdown
+    "57P03": Failure(Fault.LOST, Cause.SHUTDOWN),  # cannot connect now: starting up or shutting down
+    "25006": Failure(Fault.LOST, Cause.READ_ONLY),  # read-only transaction: a standby, as during a failover
+    "53300": Failure(Fault.LOST, Cause.TOO_MANY_CONNECTIONS),
+    "53": _UNAVAILABLE,  # out of disk, memory or configured limits
+    "58": _UNAVAILABLE,  # system error outside the database
+    "28": _UNAVAILABLE,  # wrong user or password
+    "3D000": _UNAVAILABLE,  # no such database
+    "42501": _UNAVAILABLE,  # insufficient privilege
+    "42704": _UNAVAILABLE,  # no such setting, as for an unknown parameter of the URL
+    "57014": _UNAVAILABLE,  # statement timeout or cancel by an administrator
 }
 
 SQLITE_CODES = {
-    sqlite3.SQLITE_BUSY: Fault.RETRY,
-    sqlite3.SQLITE_LOCKED: Fault.RETRY,
-    sqlite3.SQLITE_PERM: Fault.UNAVAILABLE,
-    sqlite3.SQLITE_READONLY: Fault.UNAVAILABLE,
-    sqlite3.SQLITE_IOERR: Fault.UNAVAILABLE,
-    sqlite3.SQLITE_CORRUPT: Fault.UNAVAILABLE,
-    sqlite3.SQLITE_FULL: Fault.UNAVAILABLE,
-    sqlite3.SQLITE_CANTOPEN: Fault.UNAVAILABLE,
-    sqlite3.SQLITE_NOTADB: Fault.UNAVAILABLE,
+    sqlite3.SQLITE_BUSY: Failure(Fault.RETRY, Cause.LOCK),
+    sqlite3.SQLITE_LOCKED: Failure(Fault.RETRY, Cause.LOCK),
+    sqlite3.SQLITE_PERM: _UNAVAILABLE,
+    sqlite3.SQLITE_READONLY: _UNAVAILABLE,
+    sqlite3.SQLITE_IOERR: _UNAVAILABLE,
+    sqlite3.SQLITE_CORRUPT: _UNAVAILABLE,
+    sqlite3.SQLITE_FULL: _UNAVAILABLE,
+    sqlite3.SQLITE_CANTOPEN: _UNAVAILABLE,
+    sqlite3.SQLITE_NOTADB: _UNAVAILABLE,
 }
 
 
-def classify(exc: BaseException) -> Fault | None:
+def classify(exc: BaseException) -> Failure | None:
     """Return what `exc` means for the transaction it ended, or None when it is no fault of the database."""
     if isinstance(exc, StoreUnavailableError):
         return None
@@ -67,34 +110,39 @@ def classify(exc: BaseException) -> Fault | None:
     sqlstate = getattr(cause, "sqlstate", None)
     if isinstance(sqlstate, str):
         for length in range(5, 1, -1):
-            if (fault := SQLSTATES.get(sqlstate[:length])) is not None:
-                return fault
+            if (failure := SQLSTATES.get(sqlstate[:length])) is not None:
+                return failure
     code = getattr(cause, "sqlite_errorcode", None)
     if isinstance(code, int):
         return SQLITE_CODES.get(code & 0xFF)  # the low byte is the primary code, BUSY for BUSY_SNAPSHOT
-    if isinstance(exc, DBAPIError) and exc.connection_invalidated:
-        return Fault.LOST
-    if isinstance(cause, OSError | TimeoutError | PoolTimeoutError):
-        return Fault.LOST
+    if isinstance(cause, TimeoutError | PoolTimeoutError):
+        return Failure(Fault.LOST, Cause.TIMEOUT)
+    if isinstance(cause, OSError) or (isinstance(exc, DBAPIError) and exc.connection_invalidated):
+        return Failure(Fault.LOST, Cause.CONNECTION)
     return None
 
 
 def unavailable(
-    url: DatabaseUrl, exc: BaseException, *, tries: int = 1, started: bool = True
+    url: DatabaseUrl, exc: BaseException, *, tries: int = 1, started: bool = True, unknown: bool = False
 ) -> StoreUnavailableError:
     """Return the error for a database that could not be used, naming host, port and database, never the password.
 
-    `started` tells whether the last try had got a connection.
+    `started` tells whether the last try had got a connection; `unknown`, whether a try may have been committed.
     """
     after = f" after {tries} tries" if tries > 1 else ""
+    hint = "; a commit may have happened, so repeat the call, which stores nothing twice" if unknown else ""
     if isinstance(exc, TimeoutError):
         waited = "no answer" if started else "no connection: the server does not answer or the pool is busy"
-        return StoreUnavailableError(f"{url.display} is not available{after}: {waited} before the deadline")
+        return StoreUnavailableError(
+            f"{url.display} is not available{after}: {waited} before the deadline{hint}"
+        )
     # The wrapped error's own text repeats the statement and its parameters, which hold token data.
     wrapped = getattr(exc, "orig", None) or exc
     cause = wrapped.__cause__ or wrapped
     said = (str(cause).strip().splitlines() or [""])[0]
-    return StoreUnavailableError(f"{url.display} is not available{after}: {type(cause).__name__}: {said}")
+    return StoreUnavailableError(
+        f"{url.display} is not available{after}: {type(cause).__name__}: {said}{hint}"
+    )
 
 
 async def reach(point: str) -> None:
@@ -107,3 +155,11 @@ def reach_from_thread(point: str, loop: asyncio.AbstractEventLoop) -> None:
     """Let the fault at `point` happen in `loop`, and wait for it."""
     if point in FAULT_POINTS:
         asyncio.run_coroutine_threadsafe(reach(point), loop).result()
+
+
+def reach_beside(point: str) -> None:
+    """Let the fault at `point` happen while the caller waits for the database."""
+    if (fault := FAULT_POINTS.get(point)) is not None:
+        reached = asyncio.ensure_future(fault())
+        _running.add(reached)
+        reached.add_done_callback(_running.discard)

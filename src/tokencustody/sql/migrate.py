@@ -10,21 +10,21 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import sqlite3
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, create_engine, event, func, inspect, select, text
+from sqlalchemy import Connection, func, inspect, select, text
 from sqlalchemy.pool import NullPool
 
 from tokencustody.errors import SchemaMismatchError
 from tokencustody.fingerprint import FINGERPRINT_VERSION
 from tokencustody.records import DIGEST_VERSION, SCHEMA_VERSION
-from tokencustody.sql import catalogue, engine, postgresql, tables
+from tokencustody.sql import catalogue, engine, postgresql, sqlite, tables
 from tokencustody.sql.codec import SHARED_CODEC_VERSION
 from tokencustody.sql.faults import classify, unavailable
 from tokencustody.sql.staged_codec import STAGED_CODEC_VERSION
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Url = str | os.PathLike[str] | DatabaseUrl
 Progress = Callable[[str], None]
+# Before and after.
+Revisions = tuple[str | None, str | None]
+Work = Callable[[Connection], Revisions]
 
 # Every released revision, oldest first. Kept here so that opening a store does not import Alembic.
 REVISIONS = ("0001_capture", "0002_staging", "0003_prefix_sharing")
@@ -60,8 +63,10 @@ WIRE_SCHEMAS = {
 # The advisory lock of migrations: "custody" in ASCII, as a 64-bit integer.
 LOCK_KEY = int.from_bytes(b"custody", "big")
 
-# Alembic's `context` and `op` are global to the process, so its runs take turns, each in a thread of its own.
-_alembic_in_use = threading.Lock()
+# Alembic's `context` and `op` are global to the process, so its runs take turns, each in a thread of its own. A fork
+# waits for its turn too: a child would find Alembic, its import and the locks inside SQLite in use for ever.
+_turn = threading.RLock()
+os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_turn.release)
 
 
 class UnknownRevisionError(ValueError):
@@ -76,34 +81,28 @@ class _Stored:
     wire_schemas: dict[str, int] | None
 
 
-def upgrade(
-    url: Url, revision: str = "head", progress: Progress | None = None
-) -> tuple[str | None, str | None]:
+def upgrade(url: Url, revision: str = "head", progress: Progress | None = None) -> Revisions:
     """Bring a database to `revision` and return the revisions before and after; creates a SQLite file.
 
     It happens whole or not at all, and of several at once one does the work. `progress` gets a line for
     each revision as it is applied. Raises SchemaMismatchError when the database is on a revision that this
     library does not know, StoreUnavailableError when it is out of reach, UnknownRevisionError.
     """
-    from alembic import command
-
     _check_known(revision)
-    return _run(_parsed(url), lambda config: command.upgrade(config, revision), progress)
+    return _run(_parsed(url), lambda command, config: command.upgrade(config, revision), progress)
 
 
-def downgrade(url: Url, revision: str, progress: Progress | None = None) -> tuple[str | None, str | None]:
+def downgrade(url: Url, revision: str, progress: Progress | None = None) -> Revisions:
     """Take a database back to `revision` and return the revisions before and after. Errors as in `upgrade`.
 
     Rows that the older revision has no place for are lost: "base" drops every table of tokencustody. Raises
     SchemaMismatchError, and changes nothing, where the older revision would misread a row that stays.
     """
-    from alembic import command
-
     _check_known(revision)
     target = _parsed(url)
     if _is_missing(target):
         return None, None
-    return _run(target, lambda config: command.downgrade(config, revision), progress)
+    return _run(target, lambda command, config: command.downgrade(config, revision), progress)
 
 
 def current(url: Url) -> str | None:
@@ -126,8 +125,6 @@ def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
     `url_or_dialect` is a URL or one of "sqlite" and "postgresql"; `revisions` is "from:to", older first.
     Raises UnknownRevisionError.
     """
-    from alembic import command
-
     older, _, newer = revisions.partition(":")
     _check_known(older)
     _check_known(newer)
@@ -135,9 +132,11 @@ def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
         url_or_dialect if url_or_dialect in ("sqlite", "postgresql") else _parsed(url_or_dialect).dialect
     )
     buffer = io.StringIO()
-    config = _config(output_buffer=buffer)
-    config.attributes["dialect"] = dialect
-    with _alembic_in_use:
+    with _turn:
+        from alembic import command
+
+        config = _config(output_buffer=buffer)
+        config.attributes["dialect"] = dialect
         command.upgrade(config, revisions, sql=True)
     return buffer.getvalue()
 
@@ -145,15 +144,26 @@ def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
 async def is_new_sqlite(url: DatabaseUrl) -> bool:
     """Return whether a SQLite file does not exist, is empty or holds no table yet. Creates nothing."""
 
-    def look() -> bool:
-        return _read(url, lambda file: file.scalar(text("SELECT 1 FROM sqlite_master")) is None, missing=True)
+    def has_no_table(connection: Connection) -> bool:
+        return connection.scalar(text("SELECT 1 FROM sqlite_master")) is None
 
-    return await asyncio.to_thread(look)
+    return await sqlite.in_thread(
+        lambda: _is_missing(url) or _soon_on_sqlite(url, has_no_table, writes=False)
+    )
 
 
 async def create_sqlite(url: DatabaseUrl) -> None:
-    """Give a new SQLite file its tables. Any number of processes may do so at once."""
-    await asyncio.to_thread(upgrade, url)
+    """Create a SQLite file, mode 0600, or give an empty one its tables. Any number of processes may do so at once.
+
+    The driver's errors pass through, for the caller to try again. It is over when this returns or raises.
+    """
+    await sqlite.in_thread(
+        lambda: _run(
+            url,
+            lambda command, config: command.upgrade(config, "head"),
+            transact=partial(_soon_on_sqlite, writes=True),
+        )
+    )
 
 
 def ensure_current(connection: Connection, display_url: str) -> None:
@@ -182,9 +192,15 @@ def in_transaction(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Re
 
 
 def _run(
-    url: DatabaseUrl, run: Callable[[Config], None], progress: Progress | None
-) -> tuple[str | None, str | None]:
-    def work(connection: Connection) -> tuple[str | None, str | None]:
+    url: DatabaseUrl,
+    run: Callable[[Any, Config], None],
+    progress: Progress | None = None,
+    *,
+    transact: Callable[[DatabaseUrl, Work], Revisions] = in_transaction,
+) -> Revisions:
+    def work(connection: Connection) -> Revisions:
+        from alembic import command
+
         before = _stored(connection)
         if before.revision is not None and before.revision not in REVISIONS:
             raise SchemaMismatchError(_revision_problem(before, url.display))
@@ -196,15 +212,15 @@ def _run(
             config.attributes["on_version_apply"] = lambda *, step, **_: progress(
                 f"{'applied' if step.is_upgrade else 'undid'} {step.up_revision_id}"
             )
-        run(config)
+        run(command, config)
         after = _stored(connection).revision
         if after is None:
             # Alembic leaves its own table behind, empty.
             connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
         return before.revision, after
 
-    with _alembic_in_use:
-        return in_transaction(url, work)
+    with _turn:
+        return transact(url, work)
 
 
 def _read(url: DatabaseUrl, work: Callable[[Connection], Result], *, missing: Result) -> Result:
@@ -222,17 +238,24 @@ def _connected(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes
         raise unavailable(url, exc) from exc
 
 
-def _on_sqlite(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
-    # Not the store's engine: that one sets the journal mode, and may find itself in someone else's file.
-    database = create_engine(
-        "sqlite://",
-        creator=lambda: sqlite3.connect(url.dsn, isolation_level=None, timeout=engine.DEFAULT_DEADLINE),
-        poolclass=NullPool,
-    )
-    begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
-    event.listen(database, "begin", lambda connection: connection.exec_driver_sql(begin))
-    with database.begin() as connection:
-        return work(connection)
+def _on_sqlite(
+    url: DatabaseUrl,
+    work: Callable[[Connection], Result],
+    *,
+    writes: bool,
+    timeout: float = engine.DEFAULT_DEADLINE,
+) -> Result:
+    with _turn:
+        if writes:
+            sqlite.create_file(url)
+        # Not the store's engine: that one sets the journal mode, and may find itself in someone else's file.
+        begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
+        database = sqlite.file_engine(url, timeout, begin=begin, poolclass=NullPool)
+        with database.begin() as connection:
+            return work(connection)
+
+
+_soon_on_sqlite = partial(_on_sqlite, timeout=sqlite.LONGEST_BUSY_WAIT)
 
 
 async def _on_postgresql(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import asyncpg
+from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from tokencustody.errors import DurabilityError
-from tokencustody.sql.engine import DEFAULT_DEADLINE, EngineKey, Engines, Result, Work
+from tokencustody.sql.engine import DEFAULT_DEADLINE, Attempt, EngineKey, Engines, Result, Work
 from tokencustody.sql.faults import reach
 from tokencustody.sql.url import DatabaseUrl
 
@@ -45,21 +46,23 @@ class PostgresqlEngines(Engines):
             async with connection.begin():
                 return await connection.run_sync(work)
 
-    async def write(self, work: Work[Result]) -> Result:
+    async def write(self, attempt: Attempt[Connection, Result]) -> Result:
         async with self._pool.connect() as connection:
             await _set(connection, "READ COMMITTED")
             async with connection.begin():
-                result = await connection.run_sync(work)
+                result = await connection.run_sync(attempt)
                 await reach("before commit")
+                attempt.committing = True
             return result
 
-    async def write_statement(self, make: Callable[[None], Statement]) -> Sequence[Any]:
+    async def write_statement(self, attempt: Attempt[None, Statement]) -> Sequence[Any]:
         """Run one statement of the driver, a transaction by itself, in one round trip; return its rows."""
         async with self._pool.connect() as connection:
             await _set(connection, "AUTOCOMMIT")
             driver: Any = (await connection.get_raw_connection()).driver_connection
-            sql, parameters = make(None)
+            sql, parameters = attempt(None)
             await reach("before commit")
+            attempt.committing = True
             try:
                 # Not through SQLAlchemy, which takes longer for it than the driver takes for everything.
                 rows: Sequence[Any] = await driver.fetch(sql, *parameters)

@@ -6,10 +6,13 @@ import asyncio
 import gc
 import os
 import threading
+from collections import Counter, defaultdict
 
 from tokencustody.sql.engine import EngineKey, Engines
 from tokencustody.sql.postgresql import PostgresqlEngines
 from tokencustody.sql.sqlite import SqliteEngines
+from tokencustody.sql.stats import none_counted
+from tokencustody.sql.url import DatabaseUrl
 
 
 class _Registry:
@@ -18,6 +21,11 @@ class _Registry:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.of_loop: dict[asyncio.AbstractEventLoop, dict[EngineKey, Engines]] = {}
+        # What was counted by engines that are gone, by their URL.
+        self.counted: defaultdict[DatabaseUrl, Counter[str]] = defaultdict(none_counted)
+
+    def forget(self, key: EngineKey, engines: Engines) -> None:
+        self.counted[key.url].update(engines.stats)
 
 
 _registry = _Registry()
@@ -40,7 +48,8 @@ def acquire(key: EngineKey) -> Engines:
     with _registry.lock:
         ended = [each for each in _registry.of_loop if each.is_closed()]
         for each in ended:
-            del _registry.of_loop[each]
+            for engine_key, engines in _registry.of_loop.pop(each).items():
+                _registry.forget(engine_key, engines)
         of_loop = _registry.of_loop.setdefault(loop, {})
         if key not in of_loop:
             of_loop[key] = SqliteEngines(key) if key.url.is_sqlite else PostgresqlEngines(key)
@@ -65,6 +74,31 @@ async def release(key: EngineKey, engines: Engines) -> None:
         if not of_loop:
             del _registry.of_loop[loop]
     await engines.dispose()
+    with _registry.lock:
+        # What was running is counted too.
+        _registry.forget(key, engines)
+
+
+def stats_of(url: DatabaseUrl) -> dict[str, int]:
+    """Return what was counted on a database in this process, by the names of `sql.stats`."""
+    with _registry.lock:
+        counted = none_counted()
+        if url in _registry.counted:
+            counted.update(_registry.counted[url])
+        for of_loop in _registry.of_loop.values():
+            for key, engines in of_loop.items():
+                if key.url == url:
+                    counted.update(engines.stats)
+                    counted.update(engines.count_waiting())
+    return dict(counted)
+
+
+def databases() -> list[DatabaseUrl]:
+    """Return the databases that stores of this process have used."""
+    with _registry.lock:
+        return list(
+            {*_registry.counted, *(key.url for of_loop in _registry.of_loop.values() for key in of_loop)}
+        )
 
 
 def open_engines() -> list[Engines]:

@@ -15,16 +15,17 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
 from tokencustody.errors import DurabilityError
-from tokencustody.sql.engine import EngineKey, Engines, Result, Work
+from tokencustody.sql.engine import Attempt, EngineKey, Engines, Result, Work
 from tokencustody.sql.faults import reach_from_thread
 from tokencustody.sql.url import DatabaseUrl
 
 # Longer waits are retried, so that a cancelled write leaves within this many seconds.
-_LONGEST_BUSY_WAIT = 1.0
+LONGEST_BUSY_WAIT = 1.0
 
 
 class SqliteEngines(Engines):
@@ -43,17 +44,25 @@ class SqliteEngines(Engines):
     async def read(self, work: Work[Result]) -> Result:
         return await self._readers.run(work)
 
-    async def write(self, work: Work[Result]) -> Result:
+    async def write(self, attempt: Attempt[Connection, Result]) -> Result:
         loop = asyncio.get_running_loop()
-        return await self._writer.run(work, lambda: reach_from_thread("before commit", loop))
+
+        def before_commit() -> None:
+            reach_from_thread("before commit", loop)
+            attempt.committing = True
+
+        return await self._writer.run(attempt, before_commit)
 
     def checked_out(self) -> int:
         return self._writer.checked_out() + self._readers.checked_out()
 
     async def close_connections(self) -> None:
+        # It waits for the end of the threads, which a fork of another thread may be holding up.
+        await in_thread(self._close)
+
+    def _close(self) -> None:
         for threads in (self._writer, self._readers):
-            # Waits for the end of the threads, which a fork of another thread may be holding up.
-            await asyncio.to_thread(threads.close)
+            threads.close()
 
 
 class _Threads:
@@ -141,6 +150,17 @@ def _set_done(ended: asyncio.Future[None]) -> None:
         ended.set_result(None)
 
 
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Return `work()`, run in a thread. Once that has begun, a cancelled caller leaves when it is over."""
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        await asyncio.wait([running])
+    except asyncio.CancelledError:
+        await _over(running)
+        raise
+    return running.result()
+
+
 async def _over(running: asyncio.Future[Any]) -> None:
     while not running.done():
         with contextlib.suppress(asyncio.CancelledError):
@@ -183,17 +203,42 @@ class _RollingBack(sqlite3.Connection):
         super().close()
 
 
-def _engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: Any) -> Engine:
+def file_engine(url: DatabaseUrl, timeout: float, *, begin: str, **options: Any) -> Engine:
+    """Return an engine for a file that exists, whose transactions start with `begin`.
+
+    A connection waits `timeout` seconds for a lock, and never creates the file: that would be empty, and readable by
+    whoever the umask lets.
+    """
     engine = create_engine(
-        URL.create("sqlite", database=url.dsn),
-        connect_args={
-            "isolation_level": None,
-            "timeout": min(deadline, _LONGEST_BUSY_WAIT),
-            "factory": _RollingBack,
-        },
+        URL.create("sqlite", database="file://" + quote(os.fsencode(url.dsn)), query={"mode": "rw", "uri": "true"}),
+        connect_args={"isolation_level": None, "timeout": timeout, "factory": _RollingBack},
         hide_parameters=True,
         **options,
     )
+
+    # The driver's own BEGIN is deferred, so a write transaction could fail after its first read.
+    @event.listens_for(engine, "begin")
+    def begin_transaction(connection: Any) -> None:
+        connection.connection.dbapi_connection.execute(begin).close()
+
+    return engine
+
+
+def create_file(url: DatabaseUrl) -> None:
+    """Create the empty file, which nobody else may read, unless it exists. SQLite gives its log the same mode."""
+    try:
+        # Exclusively, for to close a file that is in use would let go of every lock that this process has on it.
+        created = os.open(url.dsn, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except OSError:
+        return  # it exists, or SQLite says what is wrong with the place
+    try:
+        os.fchmod(created, 0o600)  # whatever the umask took away
+    finally:
+        os.close(created)
+
+
+def _engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: Any) -> Engine:
+    engine = file_engine(url, min(deadline, LONGEST_BUSY_WAIT), begin=begin, **options)
     writes = begin != "BEGIN"
 
     @event.listens_for(engine, "connect")
@@ -218,10 +263,5 @@ def _engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: Any) ->
             # The pool forgets a connection that fails here.
             connection.close()
             raise
-
-    # The driver's own BEGIN is deferred, so a write transaction could fail after its first read.
-    @event.listens_for(engine, "begin")
-    def begin_transaction(connection: Any) -> None:
-        connection.connection.dbapi_connection.execute(begin).close()
 
     return engine

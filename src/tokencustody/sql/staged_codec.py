@@ -136,7 +136,8 @@ def unpack_call(row: Any) -> StagedCallBaseSnapshot:
 
 def check_payload(row: Any) -> None:
     """Raise CorruptEntryError, naming the call, unless the stored payload has the hash it was stored with."""
-    if hashlib.sha256(row.payload).hexdigest() != row.payload_sha256:
+    # SQLite may give text, where a flipped bit in its file changed the type of a value.
+    if type(row.payload) is not bytes or hashlib.sha256(row.payload).hexdigest() != row.payload_sha256:
         raise CorruptEntryError(
             f"{where(row)}: the stored payload does not match its SHA-256; restore it from a backup"
         )
@@ -188,7 +189,7 @@ def _slices(row: Any) -> list[tuple[str, bytes]]:
             offset = end
         if offset != len(row.payload):
             raise ValueError(f"{len(row.payload)} bytes are not those of {count} tokens")
-    except (ValueError, KeyError, struct.error) as exc:
+    except (ValueError, KeyError, TypeError, struct.error) as exc:
         raise CorruptEntryError(f"{where(row)}: the stored payload does not decode: {exc}") from exc
     return slices
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,18 +18,25 @@ from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection
 
-from tokencustody.errors import InvalidRecordError, StoreClosedError, StoreUnavailableError
+from tokencustody.errors import (
+    InvalidRecordError,
+    PayloadConflictError,
+    StoreClosedError,
+    StoreUnavailableError,
+    TokenCaptureFrozenError,
+)
 from tokencustody.sql import migrate, registry
 from tokencustody.sql.coalescing import Coalesce, Gatherer
 from tokencustody.sql.engine import (
     DEFAULT_DEADLINE,
     DEFAULT_POOL_SIZE,
+    Attempt,
     EngineKey,
     Engines,
     Result,
     Work,
 )
-from tokencustody.sql.faults import Fault, classify, reach, unavailable
+from tokencustody.sql.faults import Fault, classify, reach, reach_beside, unavailable
 from tokencustody.sql.postgresql import PostgresqlEngines, Statement
 from tokencustody.sql.url import DatabaseUrl
 
@@ -94,7 +100,14 @@ class Database:
         """Open the doors for one call of a store, however many transactions it takes; `close` waits for it."""
         engines = self._engines()
         with engines.in_use():
-            yield Doors(self, engines)
+            try:
+                yield Doors(self, engines)
+            except PayloadConflictError:
+                engines.stats["conflicts"] += 1
+                raise
+            except TokenCaptureFrozenError:
+                engines.stats["late_writes_refused"] += 1
+                raise
 
     async def read(self, work: Work[Result]) -> Result:
         """Run `work` on one consistent snapshot."""
@@ -106,13 +119,9 @@ class Database:
         with self.doors() as doors:
             return await doors.write(work)
 
-    def stats(self) -> Counter[str]:
-        """Return what was counted in this process: see `DatabaseClient.stats`."""
-        counted: Counter[str] = Counter()
-        for (pid, _), engines in self._held.items():
-            if pid == os.getpid():
-                counted += engines.stats
-        return counted
+    def stats(self) -> dict[str, int]:
+        """Return what was counted in this process by every store on this database: see `sql.stats`."""
+        return registry.stats_of(self.url)
 
     async def close(self) -> None:
         """Release this store's engines, in whichever running loop it was used. Idempotent."""
@@ -144,7 +153,7 @@ class Database:
     async def retrying(
         self,
         engines: Engines,
-        transact: Callable[[Callable[[Using], Made]], Awaitable[Result]],
+        transact: Callable[[Attempt[Using, Made]], Awaitable[Result]],
         work: Callable[[Using], Made],
         give_up: float,
     ) -> Result:
@@ -152,33 +161,38 @@ class Database:
         loop = asyncio.get_running_loop()
         pause = _FIRST_PAUSE
         tries = 0
+        unknown = 0
         cause: Exception | None = None
         while True:
             tries += 1
-            started = False
-
-            def begin(connection: Using) -> Made:
-                nonlocal started
-                started = True
-                return work(connection)
-
+            attempt = Attempt(work)
             try:
                 async with asyncio.timeout_at(give_up):
                     if not engines.checked:
                         await self._check_schema(engines)
-                    result = await transact(begin)
-                    await reach("after commit, before acknowledgement")
+                    result = await transact(attempt)
+                    if attempt.committing:
+                        await reach("after commit, before acknowledgement")
                 engines.stats["transactions"] += 1
+                engines.stats["unknown_commits_settled"] += unknown
                 return result
             except Exception as exc:
-                fault = classify(exc)
-                if fault is None:
+                failure = classify(exc)
+                if failure is None:
+                    engines.stats["unknown_commits_settled"] += unknown
                     raise
+                if attempt.committing and failure.fault is Fault.LOST:
+                    engines.stats["unknown_commits"] += 1
+                    unknown += 1
                 # The deadline itself says less than the failure that was being retried when it passed.
                 cause = cause if cause is not None and isinstance(exc, TimeoutError) else exc
-                if fault is Fault.UNAVAILABLE or loop.time() + pause >= give_up:
-                    raise unavailable(self.url, cause, tries=tries, started=started) from cause
+                if failure.fault is Fault.UNAVAILABLE or loop.time() + pause >= give_up:
+                    engines.stats["unavailable"] += 1
+                    raise unavailable(
+                        self.url, cause, tries=tries, started=attempt.started, unknown=bool(unknown)
+                    ) from cause
                 engines.stats["retries"] += 1
+                engines.stats[f"retries_{failure.cause}"] += 1
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -197,14 +211,24 @@ class Database:
     ) -> Sequence[Answer]:
         engines.stats["shared_calls"] += len(items)
         engines.stats["shared_transactions"] += 1
+        loop = asyncio.get_running_loop()
+
+        def transaction(connection: Connection) -> Sequence[Answer]:
+            answers = write.transaction(connection, items)
+            if len(items) > 1:
+                # On SQLite this is the writer's thread.
+                loop.call_soon_threadsafe(reach_beside, "inside a coalesced batch")
+            return answers
+
+        def statement(_: None) -> Statement:
+            if len(items) > 1:
+                reach_beside("inside a coalesced batch")
+            return write.statement(items)
+
         # A distributed database takes a transaction of plain statements on one rollout.
         if self._coalesce is Coalesce.ROLLOUT or not isinstance(engines, PostgresqlEngines):
-            return await self.retrying(
-                engines, engines.write, lambda connection: write.transaction(connection, items), give_up
-            )
-        rows = await self.retrying(
-            engines, engines.write_statement, lambda _: write.statement(items), give_up
-        )
+            return await self.retrying(engines, engines.write, transaction, give_up)
+        rows = await self.retrying(engines, engines.write_statement, statement, give_up)
         return write.answers(items, rows)
 
     async def _check_schema(self, engines: Engines) -> None:
@@ -267,6 +291,10 @@ class Doors:
             yield
         finally:
             lock.release()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to one of the figures of `sql.stats`."""
+        self._engines.stats[name] += number
 
     def kept(self, make: Callable[[], Thing]) -> Thing:
         """Return the one thing of this kind that the stores on these engines share."""

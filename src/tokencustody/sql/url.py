@@ -1,8 +1,21 @@
-"""Database URLs: what is accepted, and what of them may be shown."""
+"""Database URLs: what is accepted, and what of them may be shown.
+
+A PostgreSQL URL means what it means to libpq; asyncpg reads it. What it does not say comes from the environment:
+PGHOST, PGPORT, PGUSER, PGDATABASE, PGPASSWORD, PGPASSFILE (or ~/.pgpass, which only its owner may read),
+PGSERVICEFILE, PGSSLMODE, PGSSLROOTCERT, PGSSLCERT, PGSSLKEY, PGSSLCRL, PGSSLMINPROTOCOLVERSION,
+PGSSLMAXPROTOCOLVERSION, PGSSLNEGOTIATION and PGTARGETSESSIONATTRS. The URL wins over the environment.
+
+TLS parameters are `sslmode`, `sslrootcert`, `sslcert`, `sslkey`, `sslpassword`, `sslcrl`, `sslnegotiation`,
+`ssl_min_protocol_version` and `ssl_max_protocol_version`; the files of ~/.postgresql are read as libpq reads them.
+Without sslmode it is `prefer`, which takes a plain connection from whoever offers no TLS and proves nothing; `require`
+encrypts, `verify-ca` also checks the server's certificate and `verify-full` its name. `sslrootcert=system` is not known
+to asyncpg: name the file of the system's authorities.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
@@ -18,6 +31,11 @@ _IGNORED_BY_ASYNCPG = {
     "tcp_user_timeout",
     "connect_timeout",
 }
+
+
+_SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+# A URL of a server that lost a part of its beginning, with a user and a password in it.
+_NO_PATH = re.compile(r"(postgres|postgresql(\+asyncpg)?):|.*:.*@", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,11 @@ def parse_url(url: str | os.PathLike[str]) -> DatabaseUrl:
         url = os.fspath(url)
     scheme, separator, rest = url.partition("://")
     if not separator:
+        if _NO_PATH.match(url):
+            raise InvalidRecordError(
+                "this is neither a path nor a URL; write postgresql://user@host/database, or sqlite:///file for a path "
+                "with : and @ in it"
+            )
         return _sqlite(url)
     if scheme in ("sqlite", "sqlite+aiosqlite"):
         if not rest.startswith("/"):
@@ -61,8 +84,9 @@ def parse_url(url: str | os.PathLike[str]) -> DatabaseUrl:
         return _sqlite(rest[1:])
     if scheme in ("postgres", "postgresql", "postgresql+asyncpg"):
         return _postgresql(f"postgresql://{rest}")
+    shown = repr(scheme) if scheme.replace("+", "").isalnum() else "before ://"
     raise InvalidRecordError(
-        f"the URL scheme {scheme!r} is not supported; use sqlite:///captures.db, a path, or postgresql://user@host/database"
+        f"the URL scheme {shown} is not supported; use sqlite:///captures.db, a path, or postgresql://user@host/database"
     )
 
 
@@ -77,7 +101,7 @@ def _sqlite(path: str) -> DatabaseUrl:
 def _postgresql(url: str) -> DatabaseUrl:
     try:
         parts = urlsplit(url)
-        if parts.fragment or "@" in parts.path + parts.query:
+        if parts.fragment or "@" in parts.path + parts.query or parts.netloc.count("@") > 1:
             raise ValueError  # a password with one of / ? # @ that is not percent-encoded
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
         port = parts.port if "," not in parts.netloc else None
@@ -90,6 +114,12 @@ def _postgresql(url: str) -> DatabaseUrl:
             "the PostgreSQL URL is malformed; use postgresql://user@host:port/database?sslmode=… and write "
             "/ ? # @ in a password as %2F %3F %23 %40"
         ) from None
+    if query.get("sslmode", "prefer") not in _SSL_MODES:
+        raise InvalidRecordError(f"sslmode must be one of {', '.join(_SSL_MODES)}")
+    if query.get("sslrootcert") == "system":
+        raise InvalidRecordError(
+            "sslrootcert=system is not supported; name a file of certificate authorities"
+        )
     kept = {name: value for name, value in query.items() if name not in _IGNORED_BY_ASYNCPG}
     userinfo, _, hostport = parts.netloc.rpartition("@")
     dsn = f"postgresql://{parts.netloc}{parts.path}" + (

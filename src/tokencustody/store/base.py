@@ -54,11 +54,8 @@ class DatabaseClient:
         return self._writer or f"{socket.gethostname()}:{os.getpid()}"
 
     def stats(self) -> dict[str, int]:
-        """Return what the stores on this URL did in this process since the first of them was used: `transactions`,
-        `retries` after a fault, and `shared_calls` that were written in `shared_transactions`."""
-        names = ("transactions", "retries", "shared_calls", "shared_transactions")
-        counted = self._database.stats()
-        return {name: counted[name] for name in names}
+        """Return what the stores on this database did in this process, by the names of `tokencustody.sql.stats`."""
+        return self._database.stats()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._database.url.display!r}, run={self.run!r})"
