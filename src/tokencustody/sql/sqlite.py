@@ -210,7 +210,9 @@ def file_engine(url: DatabaseUrl, timeout: float, *, begin: str, **options: Any)
     whoever the umask lets.
     """
     engine = create_engine(
-        URL.create("sqlite", database="file://" + quote(os.fsencode(url.dsn)), query={"mode": "rw", "uri": "true"}),
+        URL.create(
+            "sqlite", database="file://" + quote(os.fsencode(url.dsn)), query={"mode": "rw", "uri": "true"}
+        ),
         connect_args={"isolation_level": None, "timeout": timeout, "factory": _RollingBack},
         hide_parameters=True,
         **options,

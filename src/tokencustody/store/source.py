@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -34,7 +34,7 @@ class _Frozen:
     snapshot_id: str
     version: int
     incomplete: bool
-    calls: Sequence[Any]
+    calls: list[Any]
     refusals: tuple[CallRefusal, ...]
 
 
@@ -87,7 +87,7 @@ class SqlTokenSource(RolloutRemover):
                     incomplete=incomplete,
                     frozen_at=stamp.at,
                 )
-            calls = all_calls_txn(connection, key)
+            calls = list(all_calls_txn(connection, key))
             refused = connection.execute(_REFUSED, key.named())
             refusals = tuple(CallRefusal(row.model_call_id, row.refusal_code) for row in refused)
             return _Frozen(snapshot_id, version, incomplete, calls, refusals)
@@ -95,8 +95,8 @@ class SqlTokenSource(RolloutRemover):
         frozen = await self._database.write(raise_fence)
         return TokenCaptureSnapshot(
             rollout_id=rollout_id,
-            # In a thread, for other rollouts go on meanwhile.
-            entries=tuple(await asyncio.to_thread(unpack_calls, rollout_id, frozen.calls)),
+            # In a thread, for other rollouts go on meanwhile; each row is let go as soon as it is read.
+            entries=tuple(await asyncio.to_thread(unpack_calls, rollout_id, _taken_from(frozen.calls))),
             incomplete=frozen.incomplete,
             snapshot_id=frozen.snapshot_id,
             version=frozen.version,
@@ -138,6 +138,12 @@ class SqlTokenSource(RolloutRemover):
             return True
 
         return await self._database.write(retire_snapshot)
+
+
+def _taken_from(rows: list[Any]) -> Iterator[Any]:
+    rows.reverse()
+    while rows:
+        yield rows.pop()
 
 
 def _has_dangling_intent_txn(connection: Connection, key: RolloutKey) -> bool:
