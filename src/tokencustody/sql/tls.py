@@ -20,7 +20,7 @@ _BROKEN = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 def check_files(url: DatabaseUrl) -> None:
-    """Raise StoreUnavailableError that names the certificate or key file of the URL or environment that is not readable.
+    """Raise StoreUnavailableError if a certificate or key file of the URL or environment cannot be read, naming it.
 
     The driver's own error names none, and is that of a socket that is not there yet.
     """
@@ -50,6 +50,6 @@ def refusal(exc: BaseException) -> BaseException | None:
         if isinstance(cause, ssl.SSLError) and not isinstance(cause, _BROKEN):
             # The server's refusal of a client certificate comes as an alert, after the handshake; whatever else
             # happens then broke a connection that was good.
-            return cause if cause is exc or "ALERT" in (cause.reason or "") else None
+            return cause if cause is exc or "ALERT" in str(cause) else None
         cause = cause.__cause__ or cause.__context__
     return None
