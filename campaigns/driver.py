@@ -1,0 +1,248 @@
+"""Runs a campaign: workers on one database, faults while they work, and a verdict on what they were answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import IO, Any, TypeVar
+
+from campaigns import worker
+from campaigns.board import Board
+from campaigns.checker import audit, check
+from campaigns.history import HistoryWriter, Operation, Outcome, read_history
+from campaigns.report import Campaign, Summary
+from campaigns.setups import SETUPS, Setup
+from tokencustody.store.opening import open_store
+
+RUN = "campaign"
+POINTS = ("before commit", "after commit, before acknowledgement", "inside a coalesced batch")
+# Faults that the driver brings about by itself, whatever the database.
+OWN_FAULTS = ("kill", "points")
+
+# A shared transaction of several calls is rarer than a commit.
+_RARITY = {"inside a coalesced batch": 4}
+_PATIENCE = 60.0
+_TICK = 0.02
+
+Item = TypeVar("Item")
+
+
+def known_faults(database: str) -> list[str]:
+    """Return the faults that a campaign on this database can have here."""
+    return [*OWN_FAULTS, *SETUPS[database].fault_names()]
+
+
+def run(campaign: Campaign, folder: Path, progress: Callable[[int, Counter[str]], None]) -> Summary:
+    """Run a campaign, whose history and files go into the empty `folder`.
+
+    `progress` is called often, with the operations begun and the faults so far.
+    """
+    summary = Summary(campaign)
+    began = time.monotonic()
+    os.environ["TOKENCUSTODY_SPILL"] = str(folder / "spill")
+    with SETUPS[campaign.database](folder, campaign.operations) as setup:
+        with Board.create(
+            folder / "board", operations=campaign.operations, rollouts=campaign.rollouts
+        ) as board:
+            _Run(campaign, setup, folder, board, summary, progress).until_done()
+            begun = board.begun
+        summary.struck.update(setup.counts())
+        history = read_history(folder)
+        asyncio.run(_read_finally(setup.url, folder, begun, history))
+        summary.violations += audit(setup.url, RUN)
+    judge(folder, summary)
+    summary.seconds = time.monotonic() - began
+    return summary
+
+
+def judge(folder: Path, summary: Summary) -> None:
+    """Check the history that lies in a folder, and count it."""
+    history = read_history(folder)
+    for operation in history:
+        summary.outcomes[operation.name, operation.outcome] += 1
+        if operation.outcome is Outcome.ERROR:
+            summary.errors[str(operation.error)] += 1
+    summary.rollouts = len({operation.rollout for operation in history})
+    report = check(history)
+    summary.violations += report.violations
+    summary.undecided += report.undecided
+
+
+@dataclass
+class _Process:
+    """One life of a worker."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+    log: IO[bytes]
+
+
+@dataclass
+class _Run:
+    """The workers and faults of a campaign while it lasts."""
+
+    campaign: Campaign
+    setup: Setup
+    folder: Path
+    board: Board
+    summary: Summary
+    progress: Callable[[int, Counter[str]], None]
+    lives: Counter[int] = field(default_factory=Counter)
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.rng = Random(f"{self.campaign.seed}/driver")
+        self.points = _shuffled(self.rng, POINTS)
+        self.kinds = _shuffled(self.rng, [name for name in self.campaign.faults if name != "points"])
+        self.poll = select.poll()
+        self.processes: dict[int, tuple[int, _Process]] = {}  # by file descriptor, with the worker's number
+
+    def until_done(self) -> None:
+        """Keep the workers running, and strike, until every operation is begun; then wait for their end."""
+        campaign = self.campaign
+        give_up = time.monotonic() + 60 * campaign.minutes if campaign.minutes else float("inf")
+        next_fault = self._pause()
+        try:
+            for number in range(campaign.workers):
+                self._start(number)
+            while self.board.taken < campaign.operations and time.monotonic() < give_up:
+                self._wait(_TICK)
+                self.progress(self.board.taken, self.summary.struck)
+                if self.board.taken >= next_fault and any(name != "points" for name in campaign.faults):
+                    self._strike()
+                    next_fault = self.board.taken + self._pause()
+            self.is_over = True
+            self.board.stop()
+            ended_by = time.monotonic() + _PATIENCE
+            while self.processes:
+                self._wait(_TICK)
+                if time.monotonic() > ended_by:
+                    self._give_up_on_workers()
+        finally:
+            for _, process in self.processes.values():
+                process.popen.kill()
+                process.popen.wait()
+
+    def _pause(self) -> int:
+        return max(1, round(self.campaign.fault_every * self.rng.uniform(0.5, 1.5)))
+
+    def _start(self, number: int) -> None:
+        self.lives[number] += 1
+        name = f"w{number}.{self.lives[number]}"
+        kill = None
+        if "points" in self.campaign.faults:
+            point = next(self.points)
+            # A death takes one life of a worker, of which there are several at a time.
+            mean = max(1, self.campaign.kill_every // _RARITY.get(point, 1))
+            kill = (point, self.rng.randint(1, mean))
+        settings = worker.Settings(
+            url=self.setup.url,
+            run=RUN,
+            seed=self.campaign.seed,
+            name=name,
+            folder=str(self.folder),
+            tasks=self.campaign.tasks,
+            deadline=self.campaign.deadline,
+            kill=kill,
+        )
+        log = (self.folder / f"{name}.log").open("wb")
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "campaigns.worker", json.dumps(asdict(settings))],
+            # The worker ends when this pipe does, so that none outlives a driver that is killed.
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+        )
+        pidfd = os.pidfd_open(popen.pid)
+        self.poll.register(pidfd, select.POLLIN)
+        self.processes[pidfd] = (number, _Process(name, popen, pidfd, log))
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for workers to end, at most so long; count how they did, and start those that were killed again."""
+        for pidfd, _ in self.poll.poll(seconds * 1000):
+            number, process = self.processes.pop(pidfd)
+            self.poll.unregister(pidfd)
+            os.close(pidfd)
+            self._count_end(process)
+            if not self.is_over and self.board.taken < self.campaign.operations:
+                self._start(number)
+
+    def _count_end(self, process: _Process) -> None:
+        code = process.popen.wait()
+        process.log.close()
+        if process.popen.stdin:
+            process.popen.stdin.close()
+        note = self.folder / f"{process.name}.killed"
+        if code == -signal.SIGKILL:
+            self.summary.killed[note.read_text() if note.exists() else "from outside"] += 1
+        elif code != 0:
+            log = (self.folder / f"{process.name}.log").read_text(errors="replace")
+            self.summary.crashes.append(f"worker {process.name} ended with {code}: {log[-2000:]}")
+        stats = self.folder / f"{process.name}.stats"
+        if stats.exists():
+            self.summary.stats.update(json.loads(stats.read_text()))
+            self.summary.stats_of += 1
+
+    def _strike(self) -> None:
+        kind = next(self.kinds)
+        if kind == "kill":
+            _, process = self.rng.choice(list(self.processes.values()))
+            process.popen.kill()
+            self.summary.struck[kind] += 1
+            return
+        fault = self.setup.faults[kind]
+        self.summary.struck[kind] += fault.strike(self.rng)
+        if fault.seconds is not None:
+            until = time.monotonic() + self.rng.uniform(*fault.seconds)
+            while (left := until - time.monotonic()) > 0:
+                self._wait(min(left, _TICK))
+            fault.end()
+
+    def _give_up_on_workers(self) -> None:
+        for _, process in self.processes.values():
+            # faulthandler writes down where it hangs.
+            process.popen.send_signal(signal.SIGABRT)
+
+
+def _shuffled(rng: Random, items: Sequence[Item]) -> Iterator[Item]:
+    """Yield all items in a random order, again and again, so that each has its turn soon."""
+    while items:
+        yield from rng.sample(items, len(items))
+
+
+async def _read_finally(url: str, folder: Path, rollouts: int, history: Sequence[Operation]) -> None:
+    """Append what every rollout holds now, so that whatever was acknowledged must show."""
+    staged: dict[str, set[str]] = {}
+    for operation in history:
+        if operation.name == "stage":
+            staged.setdefault(operation.rollout, set()).add(operation.arguments["call"])
+    with HistoryWriter(folder / "final.jsonl", "final") as final:
+        async with open_store(url, run=RUN) as store:
+            for rollout in [f"rollout-{number}" for number in range(1, rollouts + 1)]:
+                await _note(final, "manifest", rollout, {}, worker.manifest(store, rollout))
+                await _note(final, "freeze", rollout, {}, worker.freeze(store, rollout, {}))
+                for call in sorted(staged.get(rollout, ())):
+                    await _note(final, "fetch", rollout, {"call": call}, worker.fetch(store, rollout, call))
+
+
+async def _note(
+    final: HistoryWriter, name: str, rollout: str, arguments: dict[str, Any], reading: Any
+) -> None:
+    number = final.invoke(name, rollout, **arguments)
+    try:
+        final.answer(number, Outcome.OK, value=await reading)
+    except Exception as exc:
+        # Not even StoreUnavailableError is excused now.
+        final.answer(number, Outcome.ERROR, error=type(exc).__name__)
