@@ -240,7 +240,7 @@ def _at_width_of(call: StoredCall, ids: list[int], packed: array[int] | None = N
 def _not_rebuilt(call: StoredCall) -> CorruptEntryError:
     return CorruptEntryError(
         f"{where(call.fields['rollout_id'], call.fields['model_call_id'])}: its prompt cannot be rebuilt, for the "
-        f"sequence of model call {call.parent_call_id} is not the one with which it began; restore both from a backup"
+        f"sequence of model call {call.parent_call_id!s:.512} is not the one with which it began; restore both from a backup"
     )
 
 
@@ -260,7 +260,7 @@ def _without_beginning(
 ) -> CorruptEntryError:
     problem = "is its own parent, through others or directly" if is_circle else "is missing"
     return CorruptEntryError(
-        f"{where(rollout_id, model_call_id)}: its prompt cannot be rebuilt, for model call {parent_call_id}, in which "
+        f"{where(rollout_id, model_call_id)}: its prompt cannot be rebuilt, for model call {parent_call_id:.512}, in which "
         f"it began, {problem}; restore the rollout from a backup"
     )
 

@@ -348,6 +348,7 @@ def _take_apart(payload: bytes) -> StoredCall:
     if fields["parent_resolution"] is not None:
         fields["parent_resolution"] = ParentResolutionStatus(fields["parent_resolution"])
     # What rebuilding goes by; a faulty writer may have stored anything with the right hash.
-    if not isinstance(fields["parent_call_id"], str | None):
-        raise ValueError("parent_call_id is no text")
+    for name, kind in (("parent_call_id", str | None), ("cum_len", int | None)):
+        if not isinstance(fields[name], kind):
+            raise ValueError(f"{name} is of another type")
     return StoredCall(width, dialect, shared_len, own_prompt_len, generation_len, fields, body)

@@ -188,7 +188,8 @@ def _slices(row: Any) -> list[tuple[str, bytes]]:
             slices.append((code, row.payload[offset:end]))
             offset = end
         if offset != len(row.payload):
-            raise ValueError(f"{len(row.payload)} bytes are not those of {count} tokens")
+            # Not the count itself: where bytes were moved, it is a token id.
+            raise ValueError(f"{len(row.payload)} bytes are not those of the tokens that the header counts")
     except (ValueError, KeyError, TypeError, struct.error) as exc:
         raise CorruptEntryError(f"{where(row)}: the stored payload does not decode: {exc}") from exc
     return slices
