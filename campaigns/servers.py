@@ -148,6 +148,9 @@ class PostgresCluster:
         } | self._settings
         with (self._data / "postgresql.conf").open("a") as file:
             file.writelines(f"{name} = '{value}'\n" for name, value in settings.items())
+            file.flush()
+            # initdb has synced the rest.
+            os.fsync(file.fileno())
 
     def _pg_ctl(self, *arguments: str) -> None:
         self._run("pg_ctl", "-D", str(self._data), "-w", "-t", str(int(_PATIENCE)), *arguments)
