@@ -130,6 +130,14 @@ def sqlite_url(tmp_path: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
+def spill_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where marks of this test and of the processes it starts are spilled, instead of the person's home."""
+    folder = tmp_path / "spill"
+    monkeypatch.setenv("TOKENCUSTODY_SPILL", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
 def _nothing_left_open() -> Iterator[None]:
     """Fail a test that leaves a store open or a connection checked out."""
     yield

@@ -12,6 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from tokencustody.errors import StoreUnavailableError
+from tokencustody.sql.tls import refusal
 from tokencustody.sql.url import DatabaseUrl
 
 # Tests and campaigns put faults here, by the name of the point: an awaitable function that raises, waits or kills the
@@ -107,6 +108,8 @@ def classify(exc: BaseException) -> Failure | None:
         return None
     # Connecting raises the driver's error bare; SQLAlchemy wraps those of statements, asyncpg's twice.
     cause: BaseException | None = exc.orig if isinstance(exc, DBAPIError) else exc
+    if cause is not None and refusal(cause) is not None:
+        return _UNAVAILABLE
     sqlstate = getattr(cause, "sqlstate", None)
     if isinstance(sqlstate, str):
         for length in range(5, 1, -1):
@@ -138,7 +141,7 @@ def unavailable(
         )
     # The wrapped error's own text repeats the statement and its parameters, which hold token data.
     wrapped = getattr(exc, "orig", None) or exc
-    cause = wrapped.__cause__ or wrapped
+    cause = refusal(wrapped) or wrapped.__cause__ or wrapped
     said = (str(cause).strip().splitlines() or [""])[0]
     return StoreUnavailableError(
         f"{url.display} is not available{after}: {type(cause).__name__}: {said}{hint}"

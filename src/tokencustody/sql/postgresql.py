@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import asyncpg
-from sqlalchemy import Connection
+from sqlalchemy import Connection, event
+from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from tokencustody.errors import DurabilityError
 from tokencustody.sql.engine import DEFAULT_DEADLINE, Attempt, EngineKey, Engines, Result, Work
 from tokencustody.sql.faults import reach
+from tokencustody.sql.tls import check_files
 from tokencustody.sql.url import DatabaseUrl
 
 # The text and the parameters of a statement as the driver takes them.
@@ -67,11 +69,11 @@ class PostgresqlEngines(Engines):
                 # Not through SQLAlchemy, which takes longer for it than the driver takes for everything.
                 rows: Sequence[Any] = await driver.fetch(sql, *parameters)
                 return rows
-            except asyncpg.PostgresError as exc:
-                exc.detail = None  # it quotes the row, token ids included
-                raise
             except BaseException as exc:
-                await connection.invalidate()
+                if isinstance(exc, asyncpg.PostgresError):
+                    exc.detail = None  # it quotes the row, token ids included
+                if driver.is_closed() or not isinstance(exc, asyncpg.PostgresError):
+                    await connection.invalidate()
                 if isinstance(exc, asyncpg.InterfaceError | asyncpg.InternalClientError):
                     raise ConnectionResetError(f"the connection was closed: {exc}") from exc
                 raise
@@ -107,8 +109,10 @@ def _engine(
     connect: Callable[..., Any] = asyncpg.connect
 
     async def connect_to_dsn() -> Any:
+        check_files(url)
         connection = await connect(
             url.dsn,
+            connection_class=_Driver,
             timeout=min(deadline, url.connect_timeout or deadline),
             command_timeout=command_timeout,
             server_settings={"application_name": "tokencustody"}
@@ -123,12 +127,31 @@ def _engine(
             raise
         return connection
 
-    return create_async_engine(
+    engine = create_async_engine(
         "postgresql+asyncpg://",
         connect_args={"async_creator_fn": connect_to_dsn, **prepared},
         hide_parameters=True,
         **options,
     )
+
+    @event.listens_for(engine.sync_engine, "checkout")
+    def take_another_if_closed(connection: Any, _record: object, _proxy: object) -> None:
+        # The server ended the session while the connection was idle: nothing was sent, so nothing failed.
+        if connection.driver_connection.is_closed():
+            raise DisconnectionError
+
+    return engine
+
+
+class _Driver(asyncpg.Connection):  # type: ignore[type-arg]
+    """Waits for no farewell of a server that may not be there any more."""
+
+    async def close(self, *, timeout: float | None = None) -> None:
+        # SQLAlchemy sets a time, of two seconds, only for a connection that it gives up.
+        if timeout is None:
+            await super().close()
+        else:
+            self.terminate()
 
 
 async def _check_durability(connection: Any, url: DatabaseUrl) -> None:
