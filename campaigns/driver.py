@@ -203,7 +203,8 @@ class _Run:
             self.summary.struck[kind] += 1
             return
         fault = self.setup.faults[kind]
-        self.summary.struck[kind] += fault.strike(self.rng)
+        struck = fault.strike(self.rng)
+        self.summary.struck[kind] += 1 if struck is None else struck
         if fault.seconds is not None:
             until = time.monotonic() + self.rng.uniform(*fault.seconds)
             while (left := until - time.monotonic()) > 0:

@@ -27,12 +27,12 @@ _SMALLEST_DISK = 64 << 20
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to the database. `strike` returns how often it did.
+    """Something that happens to the database. `strike` may return how often it did at once.
 
     One that lasts ends by `end`, after as many seconds as are drawn from `seconds`.
     """
 
-    strike: Callable[[Random], int]
+    strike: Callable[[Random], int | None]
     seconds: tuple[float, float] | None = None
     end: Callable[[], object] = lambda: None
 
@@ -91,7 +91,7 @@ class Sqlite(Setup):
         if "disk" in self.fault_names():
             disk = stack.enter_context(SmallDisk(_SMALLEST_DISK + self._operations * _DISK_PER_OPERATION))
             folder = disk.folder
-            faults["disk"] = Fault(lambda _: _once(disk.fill()), (0.1, 2.0), disk.free)
+            faults["disk"] = Fault(lambda _: _fill(disk), (0.1, 2.0), disk.free)
         self.faults = faults
         self._path = folder / "captures.db"
         self.url = f"sqlite:///{self._path}"
@@ -99,9 +99,8 @@ class Sqlite(Setup):
         self._holder = sqlite3.connect(self._path, timeout=10.0, isolation_level=None)
         stack.callback(self._holder.close)
 
-    def _lock(self, _rng: Random) -> int:
+    def _lock(self, _rng: Random) -> None:
         self._holder.execute("BEGIN IMMEDIATE")
-        return 1
 
     def _unlock(self) -> None:
         self._holder.execute("ROLLBACK")
@@ -124,8 +123,8 @@ class Postgresql(Setup):
         self.url = relay.url(url)
         self.faults = _server_faults(cluster) | {
             "reset": Fault(lambda _: relay.reset_all()),
-            "cut": Fault(lambda rng: _once(relay.cut_next(rng.choice(list(Cut)), rng.choice(list(Request))))),
-            "black-hole": Fault(lambda _: _once(relay.black_hole()), (0.2, 4.0), relay.heal),
+            "cut": Fault(lambda rng: relay.cut_next(rng.choice(list(Cut)), rng.choice(list(Request)))),
+            "black-hole": Fault(lambda _: relay.black_hole(), (0.2, 4.0), relay.heal),
         }
 
     def counts(self) -> Counter[str]:
@@ -147,7 +146,7 @@ class Pooled(Setup):
         bouncer = stack.enter_context(PgBouncer(cluster, "campaign", pool_size=3))
         self.url = bouncer.url
         self.faults = _server_faults(cluster) | {
-            "bouncer": Fault(lambda _: _once(bouncer.kill()), (0.0, 1.0), bouncer.start)
+            "bouncer": Fault(lambda _: bouncer.kill(), (0.0, 1.0), bouncer.start)
         }
 
 
@@ -156,14 +155,14 @@ SETUPS: dict[str, type[Setup]] = {setup.name: setup for setup in (Sqlite, Postgr
 
 def _server_faults(cluster: PostgresCluster) -> dict[str, Fault]:
     return {
-        "restart": Fault(lambda _: _once(cluster.restart_immediate())),
-        "crash": Fault(lambda _: _once(cluster.kill_postmaster()), (0.0, 1.5), cluster.start),
+        "restart": Fault(lambda _: cluster.restart_immediate()),
+        "crash": Fault(lambda _: cluster.kill_postmaster(), (0.0, 1.5), cluster.start),
         "terminate": Fault(cluster.terminate_sessions),
     }
 
 
-def _once(_done: object) -> int:
-    return 1
+def _fill(disk: SmallDisk) -> None:
+    disk.fill()
 
 
 async def _use(url: str) -> None:

@@ -45,6 +45,8 @@ _ODD_FLOATS = tuple(
         0x7FEFFFFFFFFFFFFF,
     )
 )
+# A moment is kept as text, in which every NaN reads alike.
+_ODD_TIMES = (1_700_000_000.25, *(value for value in _ODD_FLOATS if value == value))
 _LARGEST_IDS = (50_000, 200_000, 2**32, 2**64)
 REFUSAL_CODES = ("content_filter", "overloaded")
 FAILURE_REASONS = ("unresolved_parent", "request_finished_without_staged_coordinates")
@@ -189,7 +191,7 @@ class Call:
             output_items=[self.answer],
             token_item_index=0,
             response_id=f"response-{self.id}",
-            created_at=rng.choice((1_700_000_000.25, *_ODD_FLOATS)),
+            created_at=rng.choice(_ODD_TIMES),
             parent_call_id=self.parent.id if self.parent and self.is_resolved else None,
             parent_resolution=self._resolution,
             prompt_is_delta=self.is_delta,
