@@ -29,6 +29,10 @@ class InvalidRecordError(ValueError):
     """A value was refused before any transaction started. The message names the field."""
 
 
+class EntryTooLargeError(InvalidRecordError):
+    """A call takes more bytes than the store accepts. The message says how many, and names the option."""
+
+
 class PayloadConflictError(ValueError):
     """A model call id was used again with other bytes.
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from datetime import UTC, datetime
 from typing import Self
 
+from tokencustody.errors import EntryTooLargeError, InvalidRecordError
 from tokencustody.sql.coalescing import Coalesce
-from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
-from tokencustody.sql.transactions import Database
+from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, Result, Work
+from tokencustody.sql.transactions import Database, Doors
 from tokencustody.sql.url import parse_url
+from tokencustody.store.fence import RolloutKey
 from tokencustody.store.ids import check_call_id, check_rollout_id
+from tokencustody.store.spill import Replayer, Spill, spill_root, write_after
+
+DEFAULT_MAX_ENTRY_BYTES = 256 * 2**20
+# What every database can hold in one value, with room for what stands beside it in the same message.
+_LARGEST_MAX_ENTRY_BYTES = 900 * 2**20
 
 
 class DatabaseClient:
@@ -22,7 +30,10 @@ class DatabaseClient:
     is the number of seconds after which retries end in `StoreUnavailableError`. `pool_size` is the number of
     connections (on SQLite: of readers) that the stores of one process and loop share; with many workers it multiplies.
     `coalesce` says which concurrent calls of one process may share a transaction: those of the whole "process", those
-    of one "rollout" (for a database that is distributed by rollout), or none ("off").
+    of one "rollout" (for a database that is distributed by rollout), or none ("off"). `spill` is the folder on this
+    host where marks wait while the database cannot be reached, None for none; unless given it is TOKENCUSTODY_SPILL,
+    or `tokencustody/spill` in the XDG state folder. A call whose packed bytes, attachments included, are more than
+    `max_entry_bytes` is refused with EntryTooLargeError.
     """
 
     _creates = True
@@ -36,7 +47,14 @@ class DatabaseClient:
         deadline: float = DEFAULT_DEADLINE,
         pool_size: int = DEFAULT_POOL_SIZE,
         coalesce: str = Coalesce.PROCESS,
+        spill: str | os.PathLike[str] | None = "",
+        max_entry_bytes: int = DEFAULT_MAX_ENTRY_BYTES,
     ) -> None:
+        if type(max_entry_bytes) is not int or not 1 <= max_entry_bytes <= _LARGEST_MAX_ENTRY_BYTES:
+            raise InvalidRecordError(
+                f"max_entry_bytes must be an integer between 1 and {_LARGEST_MAX_ENTRY_BYTES}, not {max_entry_bytes!r}"
+            )
+        self._max_entry_bytes = max_entry_bytes
         self.run = check_rollout_id(run, "run")
         self._writer = writer if writer is None else check_call_id(writer, "writer")
         self._database = Database(
@@ -46,6 +64,8 @@ class DatabaseClient:
             coalesce=coalesce,
             creates=self._creates,
         )
+        root = spill_root(spill)
+        self._replayer = None if root is None else Replayer(self._database, Spill(root, self._database.url))
 
     @property
     def written_by(self) -> str:
@@ -57,6 +77,13 @@ class DatabaseClient:
         """Return what the stores on this database did in this process, by the names of `tokencustody.sql.stats`."""
         return self._database.stats()
 
+    def _check_size(self, size: int, rollout_id: str, model_call_id: str) -> None:
+        if size > self._max_entry_bytes:
+            raise EntryTooLargeError(
+                f"model call {model_call_id} of rollout {rollout_id} takes {size} bytes, more than the "
+                f"{self._max_entry_bytes} that this store accepts; open the store with a larger max_entry_bytes"
+            )
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._database.url.display!r}, run={self.run!r})"
 
@@ -65,8 +92,34 @@ class SqlStore(DatabaseClient):
     """A client whose methods are coroutines, which may be used from any task of any event loop."""
 
     async def close(self) -> None:
-        """Release resources. Idempotent; nothing is ever buffered."""
+        """Release resources. Idempotent; nothing is ever buffered, and marks that wait on this host go on waiting."""
+        if self._replayer is not None:
+            await self._replayer.stop()
         await self._database.close()
+        if self._replayer is not None:
+            self._replayer.report()
+
+    def _replay_once(self) -> None:
+        """Begin to replay what waits on this host, if this is the first use in this process and loop."""
+        if self._replayer is not None:
+            self._replayer.look_once()
+
+    async def _write_after_marks(self, key: RolloutKey, work: Work[Result]) -> Result:
+        """Run `work` in one transaction, after the rollout's marks that wait on this host.
+
+        It must not overtake them: each was acknowledged.
+        """
+        with self._database.doors() as doors:
+            return await self._write_after_marks_through(doors, key, work)
+
+    async def _write_after_marks_through(self, doors: Doors, key: RolloutKey, work: Work[Result]) -> Result:
+        self._replay_once()
+        if self._replayer is None or not self._replayer.spill.waiting(key):
+            return await doors.write(work)
+        # It settles those that are left when `work` is refused, as by a fence.
+        self._replayer.start()
+        marks = await asyncio.to_thread(self._replayer.spill.marks_of, key)
+        return await write_after(doors, self._replayer.spill, marks, work)
 
     async def __aenter__(self) -> Self:
         return self

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
-from tokencustody.errors import PayloadConflictError
+from tokencustody.errors import PayloadConflictError, StoreUnavailableError
 from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import PackedEntry, pack_entry, validated
 from tokencustody.sql.dialects import insert_if_absent
-from tokencustody.sql.tables import (
-    FailureKind,
-    FenceState,
-    VersionEvent,
-    entries,
-    intents,
-)
+from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, intents
 from tokencustody.sql.transactions import Doors
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.fence import (
@@ -29,13 +24,15 @@ from tokencustody.store.fence import (
     lock_fence_txn,
     of_call,
     refuse_if_frozen,
-    refuse_if_retired,
 )
 from tokencustody.store.ids import check_call_id, check_rollout_id, is_call_id
 from tokencustody.store.inserting import CallInsert, NewCall
 from tokencustody.store.putting import Put, read_base, read_base_on
 from tokencustody.store.reading import call_txn, chain_txn
 from tokencustody.store.sequences import KnownSequence, KnownSequences
+from tokencustody.store.spill import Mark
+
+LOGGER = logging.getLogger(__name__)
 
 # About what an intent takes on its way.
 _INTENT_SIZE = 1024
@@ -59,12 +56,15 @@ class SqlTokenSink(SqlStore):
 
         The same call id with the same bytes is a no-op. With other bytes the first payload stays, the rollout is
         incomplete and PayloadConflictError (a ValueError) is raised. Raises InvalidRecordError for a malformed
-        entry, TokenCaptureFrozenError or TokenCaptureRetiredError after the fence.
+        entry and EntryTooLargeError for one above `max_entry_bytes`, TokenCaptureFrozenError or
+        TokenCaptureRetiredError after the fence.
         """
         entry = validated(entry)
         key = RolloutKey(self.run, check_rollout_id(entry.rollout_id))
         check_call_id(entry.model_call_id)
         packed = pack_entry(entry)
+        self._check_size(len(packed.payload), key.rollout_id, entry.model_call_id)
+        self._replay_once()
         with self._database.doors() as doors:
             sequences = doors.kept(KnownSequences)
             base = await _base(doors, sequences, key, entry, packed)
@@ -99,6 +99,7 @@ class SqlTokenSink(SqlStore):
             refuse_if_frozen(fence, key, f"the intent of call {model_call_id}")
             connection.execute(insert_if_absent(connection, intents), _intent(key, model_call_id, stamp))
 
+        self._replay_once()
         call = NewCall(_intent(key, model_call_id, stamp), stamp)
         with self._database.doors() as doors:
             if not await doors.write_together(_INTENTS.shared, call, rollout=key, size=_INTENT_SIZE):
@@ -143,40 +144,52 @@ class SqlTokenSink(SqlStore):
                 )
             return held
 
-        held = await self._database.write(refuse)
-        if held != code:
-            raise PayloadConflictError(
-                f"model call {model_call_id} of rollout {rollout_id} was refused before with another code ({held}); "
-                "that one stays and the rollout is incomplete"
-            )
+        self._replay_once()
+        with self._database.doors() as doors:
+            held = await doors.write(refuse)
+            if held != code:
+                raise PayloadConflictError(
+                    f"model call {model_call_id} of rollout {rollout_id} was refused before with another code "
+                    f"({held}); that one stays and the rollout is incomplete"
+                )
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
         """Record that a call of this rollout was not captured, so that its sample is masked.
 
         Works on a frozen rollout too, where it changes the version and so invalidates a drop of the old one. Raises
         TokenCaptureRetiredError for a retired rollout.
+
+        While the database cannot be reached, the mark is kept on this host and this returns all the same, with a
+        warning in the log: the mark survives a power cut, and is brought into the database by this store, by the next
+        one on this host that uses the database, and in any case before their next freeze, drop, retire or delete of
+        the rollout. A mark that waited until its rollout was retired is discarded, with a warning. One that waited
+        while another host deleted the rollout marks it anew: a sample too few is better than one that lacks a call.
+        Raises StoreUnavailableError when the mark cannot be kept on this host either, or with `spill=None`.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         if model_call_id != "":
             check_call_id(model_call_id)
-        stamp = Stamp.make(now(), self.written_by)
+        mark = Mark(key, model_call_id, Stamp.make(now(), self.written_by))
+        with self._database.doors() as doors:
+            try:
+                await self._write_after_marks_through(doors, key, mark.store_txn)
+            except StoreUnavailableError as exc:
+                await self._keep(doors, mark, exc)
 
-        def mark(connection: Connection) -> None:
-            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
-            if happened_txn(connection, key, stamp):
-                return
-            refuse_if_retired(fence, key, f"the mark for call {model_call_id or '(unnamed)'}")
-            fail_txn(
-                connection,
-                key,
-                fence,
-                VersionEvent.MARK,
-                FailureKind.MARK,
-                stamp,
-                model_call_id=model_call_id,
-            )
-
-        await self._database.write(mark)
+    async def _keep(self, doors: Doors, mark: Mark, unavailable: StoreUnavailableError) -> None:
+        if self._replayer is None:
+            raise unavailable
+        try:
+            path = await asyncio.to_thread(self._replayer.spill.keep, mark)
+        except OSError as exc:
+            LOGGER.error("%s is lost: %s; and it cannot be kept on this host: %s", mark, unavailable, exc)
+            raise StoreUnavailableError(
+                f"{unavailable}; and {mark} cannot be kept on this host: {exc}; make room for it, or name another "
+                "folder with the option spill, and mark the rollout again"
+            ) from unavailable
+        doors.count("spilled_marks")
+        LOGGER.warning("%s waits on this host, in %s: %s", mark, path, unavailable)
+        self._replayer.start()
 
 
 async def _base(

@@ -37,7 +37,7 @@ from tokencustody.sql.tables import FenceState, fences, ledger_calls, staged_att
 from tokencustody.staging.digest import hash_token_ids
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult, staging_key
 from tokencustody.store.attachments import IDENTITY_COLUMNS, pack_attachments, unpack_attachment
-from tokencustody.store.base import DatabaseClient, now
+from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, DatabaseClient, now
 from tokencustody.store.fence import Stamp
 from tokencustody.store.ids import check_call_id, check_rollout_id
 from tokencustody.store.inserting import CallInsert, NewCall
@@ -71,9 +71,18 @@ class SqlStagingStore(DatabaseClient):
         deadline: float = DEFAULT_DEADLINE,
         pool_size: int = DEFAULT_POOL_SIZE,
         coalesce: str = Coalesce.PROCESS,
+        spill: str | os.PathLike[str] | None = "",
+        max_entry_bytes: int = DEFAULT_MAX_ENTRY_BYTES,
     ) -> None:
         super().__init__(
-            url, run=run, writer=writer, deadline=deadline, pool_size=pool_size, coalesce=coalesce
+            url,
+            run=run,
+            writer=writer,
+            deadline=deadline,
+            pool_size=pool_size,
+            coalesce=coalesce,
+            spill=spill,
+            max_entry_bytes=max_entry_bytes,
         )
         self._background = BackgroundLoop(f"the store on {self._database.url.display}", self._database.close)
 
@@ -224,6 +233,8 @@ class SqlStagingStore(DatabaseClient):
         if record.parent_call_id is not None:
             check_call_id(record.parent_call_id, "parent_call_id")
         packed = pack_call(record)
+        size = len(packed.payload) + len(packed.extras or b"")
+        self._check_size(size + sum(len(attachment["data"]) for attachment in attachments), *key)
         identity = {"run": self.run, "rollout_id": key[0], "model_call_id": key[1]}
         # Without an event id: staging opens no fence, and drawing a random one lets go of the interpreter's lock.
         stamp = Stamp(now(), self.written_by, event_id="")
@@ -265,13 +276,15 @@ class SqlStagingStore(DatabaseClient):
         async def stage() -> list[str]:
             with self._database.doors() as doors:
                 if not attachments:
-                    size = len(packed.payload) + len(packed.extras or b"")
                     call = NewCall(row, stamp)
                     if await doors.write_together(
                         _STAGED_CALLS.shared, call, rollout=call.rollout, size=size
                     ):
                         return []
-                return await doors.write(store)
+                differing = await doors.write(store)
+                if differing:
+                    doors.count("conflicts")
+                return differing
 
         return self._background.run(stage)
 
