@@ -22,15 +22,20 @@ _CHUNK = 1 << 16
 
 
 class Request(Enum):
-    """What a cut waits for: the bytes by which a client asks, and the tags with which a server answers."""
+    """What a cut waits for: how a client asks for it, and the tags with which a server answers."""
 
     COMMIT = (rb"Q....COMMIT", rb"COMMIT")
     # The extended protocol's Execute and Sync.
     STATEMENT = (rb"E\0\0\0\x09\0....S\0\0\0\x04$", rb"(?!BEGIN|COMMIT|ROLLBACK|SET)")
 
+    def is_in(self, seen: bytes, *, asked: bool) -> bool:
+        """Return whether a client's data asks for it, or a server's tag answers it."""
+        asking, answering = self.value
+        return bool(re.search(asking, seen, re.DOTALL) if asked else re.match(answering, seen))
+
 
 class Cut(Enum):
-    """Where the connection is reset."""
+    """Where a connection is cut."""
 
     REQUEST = "before the request reaches the server"
     ANSWER = "before the answer reaches the client"
@@ -63,7 +68,7 @@ class ChaosRelay:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._connections: set[_Connection] = set()
-        self._armed: list[tuple[Cut, Request]] = []
+        self._armed: list[tuple[Cut, Request, bool]] = []
         self._passable = asyncio.Event()
         self._passable.set()
         self._healing: asyncio.TimerHandle | None = None
@@ -112,7 +117,11 @@ class ChaosRelay:
 
     def cut_next(self, cut: Cut, request: Request) -> None:
         """Reset, once, the connection on which such a request is the next to come to this point."""
-        self._run(lambda: _now(lambda: self._armed.append((cut, request))))
+        self._run(lambda: _now(lambda: self._armed.append((cut, request, False))))
+
+    def black_hole_next(self, cut: Cut, request: Request) -> None:
+        """Let nothing through any more, until `heal`, once such a request is the next to come to this point."""
+        self._run(lambda: _now(lambda: self._armed.append((cut, request, True))))
 
     def black_hole(self, seconds: float | None = None) -> None:
         """Let nothing through, in either direction, for that long or until `heal`.
@@ -121,10 +130,7 @@ class ChaosRelay:
         """
 
         def swallow() -> None:
-            self._passable.clear()
-            self.counts["black_holes"] += 1
-            if self._healing is not None:
-                self._healing.cancel()
+            self._swallow()
             self._healing = None if seconds is None else self._loop.call_later(seconds, self._passable.set)
 
         self._run(lambda: _now(swallow))
@@ -165,9 +171,8 @@ class ChaosRelay:
     async def _ask(self, connection: _Connection) -> None:
         (reader, _), (_, writer) = connection.client, connection.server
         while data := await reader.read(_CHUNK):
+            self._strike(connection, Cut.REQUEST, data)
             await self._passable.wait()
-            if self._strikes(Cut.REQUEST, lambda request: re.search(request.value[0], data, re.DOTALL)):
-                connection.reset()
             writer.write(data)
             await writer.drain()
         await self._passable.wait()
@@ -176,32 +181,38 @@ class ChaosRelay:
 
     async def _answer(self, connection: _Connection) -> None:
         (reader, _), (_, writer) = connection.server, connection.client
-        cut_when_ready = False
+        tag = b""
         while True:
             # A type, a length that counts itself, and the rest.
             header = await reader.readexactly(5)
             body = await reader.readexactly(int.from_bytes(header[1:], "big") - 4)
-            await self._passable.wait()
             if header[:1] == b"C":
-
-                def is_answer(request: Request, tag: bytes = body) -> object:
-                    return re.match(request.value[1], tag)
-
-                if self._strikes(Cut.ANSWER, is_answer):
-                    connection.reset()
-                cut_when_ready = cut_when_ready or self._strikes(Cut.AFTERWARDS, is_answer)
+                tag = body
+                self._strike(connection, Cut.ANSWER, tag)
+            await self._passable.wait()
             writer.write(header + body)
             await writer.drain()
-            if header[:1] == b"Z" and cut_when_ready:
-                connection.reset()
+            if header[:1] == b"Z" and tag:
+                self._strike(connection, Cut.AFTERWARDS, tag)
+                tag = b""
 
-    def _strikes(self, cut: Cut, is_meant: Callable[[Request], object]) -> bool:
+    def _strike(self, connection: _Connection, cut: Cut, seen: bytes) -> None:
+        """Strike if what passes is what a strike waits for: a client's data, or the tag of the server's answer."""
         for armed in self._armed:
-            if armed[0] is cut and is_meant(armed[1]):
+            if armed[0] is cut and armed[1].is_in(seen, asked=cut is Cut.REQUEST):
                 self._armed.remove(armed)
-                self.counts["cuts"] += 1
-                return True
-        return False
+                if armed[2]:
+                    self._swallow()
+                else:
+                    self.counts["cuts"] += 1
+                    connection.reset()
+                return
+
+    def _swallow(self) -> None:
+        self.counts["black_holes"] += 1
+        self._passable.clear()
+        if self._healing is not None:
+            self._healing.cancel()
 
 
 async def _now(work: Callable[[], Result]) -> Result:

@@ -1,0 +1,89 @@
+"""Connections that are cut around a commit, and networks that swallow everything."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from campaigns.relay import ChaosRelay, Cut
+from tests.faults.methods import METHODS, Method, right_answer
+from tests.store.rows import rows_of
+from tokencustody import CaptureStore, open_store
+from tokencustody.errors import StoreUnavailableError
+from tokencustody.sql import tables
+from tokencustody.sql.registry import open_engines
+
+EACH_METHOD = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+async def versions_of(url: str, rollout: str) -> list[int]:
+    rows = await rows_of(url, tables.snapshot_versions)
+    return [row["version"] for row in rows if row["rollout_id"] == rollout]
+
+
+def counted(store: CaptureStore, name: str) -> int:
+    return store.stats()[name] + store.staging.stats()[name]
+
+
+@EACH_METHOD
+async def test_a_call_whose_connection_is_cut_around_its_commit_happens_exactly_once(
+    postgres_url: str, relay: ChaosRelay, method: Method
+) -> None:
+    async with open_store(relay.url(postgres_url)) as store:
+        for cut in Cut:
+            for times in (1,) if cut is Cut.AFTERWARDS else (1, 3):
+                rollout = f"{cut.name.lower()}-{times}"
+                await method.prepare(store, rollout)
+                before = await versions_of(postgres_url, rollout)
+                unknown, settled = (
+                    counted(store, "unknown_commits"),
+                    counted(store, "unknown_commits_settled"),
+                )
+                cuts = relay.counts["cuts"]
+                for _ in range(times):
+                    relay.cut_next(cut, method.request)
+                answer = await method.run(store, rollout)
+                assert relay.counts["cuts"] == cuts + times, rollout
+                assert right_answer(method, rollout, answer), (rollout, answer)
+                after = await versions_of(postgres_url, rollout)
+                assert after == (
+                    [] if method.versions is None else list(range(len(before) + method.versions))
+                )
+                if cut is not Cut.AFTERWARDS:
+                    assert counted(store, "unknown_commits") - unknown == times, rollout
+                    assert counted(store, "unknown_commits_settled") - settled == times, rollout
+                assert method.after is None or await method.after(store, rollout), rollout
+        assert not [engines for engines in open_engines() if engines.checked_out()]
+
+
+@EACH_METHOD
+async def test_a_call_whose_commit_is_swallowed_is_unavailable_by_its_deadline_and_can_be_repeated(
+    postgres_url: str, relay: ChaosRelay, method: Method
+) -> None:
+    async with open_store(relay.url(postgres_url), deadline=0.5) as store:
+        for cut in (Cut.REQUEST, Cut.ANSWER):
+            rollout = cut.name.lower()
+            await method.prepare(store, rollout)
+            relay.black_hole_next(cut, method.request)
+            began = time.monotonic()
+            await unavailable(method, store, rollout)
+            assert time.monotonic() - began < 1.5, rollout
+            assert not [engines for engines in open_engines() if engines.checked_out()], rollout
+            relay.heal()
+            async with open_store(relay.url(postgres_url)) as again:
+                answer = await method.run(again, rollout)
+                assert answer is not False or method.answer is False
+                assert method.after is None or await method.after(again, rollout), rollout
+            after = await versions_of(postgres_url, rollout)
+            assert after == list(range(len(after)))
+
+
+async def unavailable(method: Method, store: CaptureStore, rollout: str) -> None:
+    """Run a call that cannot reach the database; fail if it does not say so."""
+    if method.prepare.__qualname__.startswith("_stage"):
+        # The protocol's answer is a failed result, not an exception.
+        assert await method.call(store, rollout) is False
+        return
+    with pytest.raises(StoreUnavailableError):
+        await method.call(store, rollout)
