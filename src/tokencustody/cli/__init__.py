@@ -19,6 +19,7 @@ from tokencustody.cli.demo import demo
 from tokencustody.cli.printing import printable
 from tokencustody.cli.rollouts import rollouts, show
 from tokencustody.cli.serve import serve
+from tokencustody.cli.spill import spill
 
 app = typer.Typer(
     name="tokencustody",
@@ -44,6 +45,7 @@ def options(
 
 
 app.add_typer(db, name="db")
+app.add_typer(spill, name="spill")
 app.command()(rollouts)
 app.command()(show)
 app.command()(serve)

@@ -15,7 +15,8 @@ from tokencustody.sql.transactions import Database, Doors
 from tokencustody.sql.url import parse_url
 from tokencustody.store.fence import RolloutKey
 from tokencustody.store.ids import check_call_id, check_rollout_id
-from tokencustody.store.spill import Replayer, Spill, spill_root, write_after
+from tokencustody.store.replaying import Replayer, write_after
+from tokencustody.store.spill import Spill, spill_root
 
 DEFAULT_MAX_ENTRY_BYTES = 256 * 2**20
 # What every database can hold in one value, with room for what stands beside it in the same message.

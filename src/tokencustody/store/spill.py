@@ -17,15 +17,12 @@ not what was written is renamed to `….corrupt`, and does not hinder the others
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import json
 import logging
 import os
-import random
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,9 +31,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from tokencustody.errors import StoreUnavailableError, TokenCaptureRetiredError
-from tokencustody.sql.engine import Result, Work
 from tokencustody.sql.tables import FailureKind, VersionEvent
-from tokencustody.sql.transactions import Database, Doors
 from tokencustody.sql.url import DatabaseUrl
 from tokencustody.store.fence import (
     RolloutKey,
@@ -56,8 +51,6 @@ SPILL_VARIABLE = "TOKENCUSTODY_SPILL"
 _SUFFIX = ".mark1"
 _CORRUPT = ".corrupt"
 _LARGEST_FILE = 64 * 2**10
-_FIRST_PAUSE = 0.5
-_LONGEST_PAUSE = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +94,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class SpilledFile:
-    """What `tokencustody spill list` tells of a file. `mark` is None when it is not what was written."""
+    """A file of the spill and its database. `mark` is None when it cannot be read or is not what was written."""
 
     path: Path
     database: str
@@ -139,6 +132,10 @@ class Spill:
     def waiting(self, key: RolloutKey | None = None) -> list[Path]:
         """Return the files of the marks that wait, of one rollout or of all, in the order of the marks."""
         return _files(self.folder, f"-{_rollout_hash(key)}-" if key else "", _SUFFIX)
+
+    def files(self) -> list[SpilledFile]:
+        """Return the marks that wait and those that were kept aside."""
+        return _spilled_files(self.folder)
 
     def read(self, path: Path) -> Mark | None:
         """Return the mark of a file; None when it is gone, or when it was corrupt and is kept aside now."""
@@ -191,130 +188,6 @@ class Spill:
         return True
 
 
-async def write_after(doors: Doors, spill: Spill, marks: Mapping[Path, Mark], work: Work[Result]) -> Result:
-    """Run `work` in one transaction after these marks, whose files are removed when it has committed."""
-    stored: dict[Path, bool] = {}
-
-    def store_marks_first(connection: Connection) -> Result:
-        for path, mark in marks.items():
-            stored[path] = mark.settle_txn(connection)
-        return work(connection)
-
-    result = await doors.write(store_marks_first)
-    for path, mark in marks.items():
-        if not await asyncio.to_thread(spill.remove, path):
-            continue
-        doors.count("replayed_marks")
-        if stored[path]:
-            LOGGER.info("%s, which waited on this host, is in the database", mark)
-        else:
-            LOGGER.warning("%s waited on this host until the rollout was retired: it is discarded", mark)
-    return result
-
-
-class _OneAtATime(asyncio.Lock):
-    """The turn to replay: the stores of a process and loop on one database would only repeat each other's work."""
-
-
-async def replay(
-    database: Database, spill: Spill, progress: Callable[[Mark], None] = lambda mark: None
-) -> None:
-    """Bring every mark that waits into the database, in order, whatever its run. Raises as a write does.
-
-    `progress` is called for each that is there.
-    """
-    with database.doors() as doors:
-        async with doors.kept(_OneAtATime):
-            for path in spill.waiting():
-                try:
-                    mark = await asyncio.to_thread(spill.read, path)
-                except OSError as exc:
-                    LOGGER.error(
-                        "a mark for %s waits on this host and cannot be read: %s", spill.address, exc
-                    )
-                    continue
-                if mark is not None:
-                    await write_after(doors, spill, {path: mark}, lambda _: None)
-                    progress(mark)
-
-
-class Replayer:
-    """Replays in the background what waits for a store's database, in each loop that uses the store.
-
-    It tries again with growing pauses for as long as something waits and the store is open.
-    """
-
-    def __init__(self, database: Database, spill: Spill) -> None:
-        self._database = database
-        self.spill = spill
-        # By process and loop; None where there was nothing to do yet.
-        self._tasks: dict[tuple[int, asyncio.AbstractEventLoop], asyncio.Task[None] | None] = {}
-        self._closed = False
-
-    def look_once(self) -> None:
-        """Start if something waits, at the first use of the store in this process and loop."""
-        here = (os.getpid(), asyncio.get_running_loop())
-        if here not in self._tasks:
-            self._tasks = {at: task for at, task in self._tasks.items() if not at[1].is_closed()}
-            self._tasks[here] = None
-            if self.spill.waiting():
-                self.start()
-
-    def start(self) -> None:
-        """Start, unless it runs or the store is closed."""
-        loop = asyncio.get_running_loop()
-        task = self._tasks.get((os.getpid(), loop))
-        if not self._closed and (task is None or task.done()):
-            self._tasks[os.getpid(), loop] = loop.create_task(self._run(), name="tokencustody spill")
-
-    async def stop(self) -> None:
-        """Stop in every loop that runs. What waits still waits."""
-        self._closed = True
-        for (pid, loop), task in list(self._tasks.items()):
-            if task is not None and pid == os.getpid() and loop.is_running():
-                if loop is asyncio.get_running_loop():
-                    await _end(task)
-                else:
-                    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_end(task), loop))
-
-    def report(self) -> None:
-        """Log what is left, if this replayer ever had something to do."""
-        tasks, self._tasks = self._tasks, {}
-        if any(tasks.values()) and (left := len(self.spill.waiting())):
-            LOGGER.warning(
-                "%d mark%s for %s still wait%s in %s: the next store on this host that uses the database replays "
-                "them, or `tokencustody spill replay`",
-                left,
-                "" if left == 1 else "s",
-                self.spill.address,
-                "s" if left == 1 else "",
-                self.spill.folder,
-            )
-
-    async def _run(self) -> None:
-        pause = _FIRST_PAUSE
-        # Nothing is awaited between the last look and the end, so that no mark comes in between.
-        while self.spill.waiting():
-            try:
-                await replay(self._database, self.spill)
-            except Exception as exc:
-                LOGGER.log(
-                    logging.WARNING if pause == _FIRST_PAUSE else logging.DEBUG,
-                    "marks for %s wait in %s and will be tried again: %s: %s",
-                    self.spill.address,
-                    self.spill.folder,
-                    type(exc).__name__,
-                    exc,
-                )
-            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-
-
 def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
     """Return the folder that the option `spill` names, or None when it turns spilling off.
 
@@ -338,17 +211,22 @@ def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
 
 def spilled_files(root: Path) -> list[SpilledFile]:
     """Return every mark that waits or was kept aside below `root`, whatever its database, in the order of the marks."""
-    found = []
-    for folder in _files(root, "", ""):
-        for path in [*_files(folder, "", _SUFFIX), *_files(folder, "", _SUFFIX + _CORRUPT)]:
-            try:
-                data = _read(path)
-            except FileNotFoundError:
-                continue
-            mark = _parsed(path.name, data, None)
-            address = json.loads(data)["database"] if mark else ""
-            found.append(SpilledFile(path, address, mark))
+    found = [file for folder in _files(root, "", "") for file in _spilled_files(folder)]
     return sorted(found, key=lambda file: file.path.name)
+
+
+def _spilled_files(folder: Path) -> list[SpilledFile]:
+    found = []
+    for path in [*_files(folder, "", _SUFFIX), *_files(folder, "", _SUFFIX + _CORRUPT)]:
+        try:
+            data = _read(path)
+        except FileNotFoundError:  # replayed meanwhile
+            continue
+        except OSError:
+            data = b""
+        mark = _parsed(path.name, data, None)
+        found.append(SpilledFile(path, json.loads(data)["database"] if mark else "", mark))
+    return found
 
 
 def _name(mark: Mark) -> str:
@@ -384,17 +262,17 @@ def _parsed(name: str, data: bytes, address: str | None) -> Mark | None:
         fields = json.loads(data)
         mark = Mark(
             RolloutKey(check_rollout_id(fields["run"], "run"), check_rollout_id(fields["rollout_id"])),
-            fields["model_call_id"] and check_call_id(fields["model_call_id"]),
+            "" if fields["model_call_id"] == "" else check_call_id(fields["model_call_id"]),
             Stamp(
                 datetime.fromisoformat(fields["at"]),
                 check_call_id(fields["written_by"]),
                 check_call_id(fields["event_id"]),
             ),
         )
-        written = name == _name(mark) and data == _content(mark, address or fields["database"])
+        written = name == _name(mark) and data == _content(mark, address or str(fields["database"]))
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
-    return mark if written else None
+    return mark if written and mark.stamp.at.tzinfo is not None else None
 
 
 def _files(folder: Path, infix: str, suffix: str) -> list[Path]:
@@ -403,6 +281,9 @@ def _files(folder: Path, infix: str, suffix: str) -> list[Path]:
             names = [each.name for each in found if infix in each.name and each.name.endswith(suffix)]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         # A folder that this user cannot look into holds nothing that this user wrote.
+        return []
+    except OSError as exc:
+        LOGGER.error("marks may wait in %s, which cannot be read: %s", folder, exc)
         return []
     return [folder / name for name in sorted(names)]
 

@@ -1,0 +1,153 @@
+"""`tokencustody spill …`: the marks that wait on this host until their database can be reached."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokencustody.cli.db import Json, Url
+from tokencustody.cli.printing import console, literal, moment, plural, print_json
+
+if TYPE_CHECKING:
+    from tokencustody.store.spill import SpilledFile
+
+DEADLINE = 10.0
+_WORTH_A_BAR = 50
+
+spill = typer.Typer(
+    help="See and replay the marks that wait on this host for their database.", no_args_is_help=True
+)
+
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--spill",
+        help="The folder that the stores name by their option spill. Default: TOKENCUSTODY_SPILL, else "
+        "tokencustody/spill in the XDG state folder.",
+    ),
+]
+
+
+@spill.command("list")
+def list_(folder: Folder = None, as_json: Json = False) -> None:
+    """List the marks that wait, of every database, and the corrupt files. Exit code 1 if there are any."""
+    from tokencustody.store.spill import spilled_files
+
+    root = _root(folder)
+    files = spilled_files(root)
+    if as_json:
+        print_json({"folder": str(root), "files": [_plain(file) for file in files]})
+    elif not files:
+        typer.echo(f"no mark waits in {root}")
+    else:
+        console(folds=True).print(_table(files))
+        typer.echo(f"{_counted(files)} in {root}; replay with: tokencustody spill replay --url URL")
+    if files:
+        raise typer.Exit(1)
+
+
+@spill.command()
+def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
+    """Bring the marks that wait for a database, of every run, into it. Exit code 1 if any are left or corrupt."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from tokencustody.sql.transactions import Database
+    from tokencustody.sql.url import parse_url
+    from tokencustody.store import replaying
+    from tokencustody.store.spill import Spill
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    database = Database(parse_url(url), deadline=DEADLINE, creates=False)
+    waiting = Spill(_root(folder), database.url)
+    replayed = {True: 0, False: 0}
+    total = len(waiting.waiting())
+    err = Console(stderr=True)
+    bar = Progress(
+        TextColumn("replaying"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=err,
+        transient=True,
+        disable=total < _WORTH_A_BAR or not err.is_terminal,
+    )
+
+    async def run() -> None:
+        try:
+            await replaying.replay(database, waiting, settled)
+        finally:
+            await database.close()
+
+    def settled(stored: bool) -> None:
+        replayed[stored] += 1
+        bar.advance(task)
+
+    with bar:
+        task = bar.add_task("", total=total)
+        if total:
+            asyncio.run(run())
+    left = waiting.files()
+    if as_json:
+        corrupt = sum(file.mark is None for file in left)
+        print_json(
+            {
+                "replayed": replayed[True],
+                "discarded": replayed[False],
+                "waiting": len(left) - corrupt,
+                "corrupt": corrupt,
+            }
+        )
+    else:
+        discarded = f", {replayed[False]:,} of retired rollouts discarded" if replayed[False] else ""
+        rest = f"; {_counted(left)} in {waiting.folder}" if left else ""
+        typer.echo(f"{waiting.address}: {plural(replayed[True], 'mark')} replayed{discarded}{rest}")
+    if left:
+        raise typer.Exit(1)
+
+
+def _root(folder: Path | None) -> Path:
+    from tokencustody.store.spill import spill_root
+
+    root = spill_root(folder or "")
+    if root is None:
+        raise typer.BadParameter("marks are kept nowhere: name the folder", param_hint="--spill")
+    return root
+
+
+def _plain(file: SpilledFile) -> dict[str, Any]:
+    if file.mark is None:
+        return {"file": str(file.path), "corrupt": True}
+    return {
+        "file": str(file.path),
+        "corrupt": False,
+        "database": file.database,
+        "run": file.mark.key.run,
+        "rollout_id": file.mark.key.rollout_id,
+        "model_call_id": file.mark.model_call_id,
+        "at": file.mark.stamp.at.isoformat(),
+        "written_by": file.mark.stamp.by,
+    }
+
+
+def _table(files: list[SpilledFile]) -> Any:
+    from rich.table import Table
+
+    table = Table("at", "database", "run", "rollout", "call", box=None)
+    for file in files:
+        if file.mark is None:
+            table.add_row("corrupt", literal(str(file.path)), "", "", "")
+        else:
+            key = file.mark.key
+            row = (file.database, key.run, key.rollout_id, file.mark.model_call_id or "(unnamed)")
+            table.add_row(moment(file.mark.stamp.at), *map(literal, row))
+    return table
+
+
+def _counted(files: list[SpilledFile]) -> str:
+    corrupt = sum(file.mark is None for file in files)
+    said = [plural(len(files) - corrupt, "mark")] if len(files) > corrupt else []
+    return " and ".join([*said, *([plural(corrupt, "corrupt file")] if corrupt else [])])
