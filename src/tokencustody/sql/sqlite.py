@@ -197,9 +197,13 @@ class _RollingBack(sqlite3.Connection):
     SQLite keeps a closed connection, and the lock of its transaction, for as long as a cursor is unread.
     """
 
+    _is_closed = False
+
     def close(self) -> None:
-        if self.in_transaction:
+        # The pool closes again what could not be configured.
+        if not self._is_closed and self.in_transaction:
             self.rollback()
+        self._is_closed = True
         super().close()
 
 
