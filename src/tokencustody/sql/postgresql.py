@@ -23,6 +23,9 @@ from tokencustody.sql.faults import reach
 from tokencustody.sql.tls import check_files
 from tokencustody.sql.url import DatabaseUrl
 
+# In seconds. A server that answers has ended the transaction by then.
+_LONGEST_FAREWELL = 0.5
+
 # The text and the parameters of a statement as the driver takes them.
 Statement = tuple[str, Sequence[Any]]
 
@@ -143,15 +146,12 @@ def _engine(
     return engine
 
 
-class _Driver(asyncpg.Connection):  # type: ignore[type-arg]
-    """Waits for no farewell of a server that may not be there any more."""
+class _Driver(asyncpg.Connection):
+    """Waits only briefly for the farewell of a server, which may not be there any more."""
 
     async def close(self, *, timeout: float | None = None) -> None:
         # SQLAlchemy sets a time, of two seconds, only for a connection that it gives up.
-        if timeout is None:
-            await super().close()
-        else:
-            self.terminate()
+        await super().close(timeout=timeout and _LONGEST_FAREWELL)
 
 
 async def _check_durability(connection: Any, url: DatabaseUrl) -> None:

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Awaitable
 
 from tokencustody.sql.engine import EngineKey, Engines
 from tokencustody.sql.postgresql import PostgresqlEngines
@@ -31,6 +32,7 @@ class _Registry:
 _registry = _Registry()
 # A child process must neither use nor close what it inherits: the sockets and file locks are the parent's.
 _inherited: list[object] = []
+_closing: set[asyncio.Future[None]] = set()
 
 
 def _start_anew() -> None:
@@ -62,17 +64,31 @@ def acquire(key: EngineKey) -> Engines:
     return engines
 
 
-async def release(key: EngineKey, engines: Engines) -> None:
-    """Give engines back in the loop that acquired them; the last user closes them."""
+def release(key: EngineKey, engines: Engines) -> Awaitable[None]:
+    """Give engines back in the loop that acquired them. The last user closes them, which may be awaited.
+
+    They are closed also when whoever awaits it is cancelled.
+    """
+    closing = asyncio.ensure_future(_close(key, engines) if _let_go(key, engines) else asyncio.sleep(0))
+    _closing.add(closing)
+    closing.add_done_callback(_closing.discard)
+    return asyncio.shield(closing)
+
+
+def _let_go(key: EngineKey, engines: Engines) -> bool:
     loop = asyncio.get_running_loop()
     with _registry.lock:
         engines.users -= 1
         if engines.users:
-            return
+            return False
         of_loop = _registry.of_loop[loop]
         del of_loop[key]
         if not of_loop:
             del _registry.of_loop[loop]
+        return True
+
+
+async def _close(key: EngineKey, engines: Engines) -> None:
     await engines.dispose()
     with _registry.lock:
         # What was running is counted too.

@@ -7,9 +7,11 @@ committed. `write_together` lets concurrent calls of one kind share a transactio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -126,25 +128,48 @@ class Database:
     async def close(self) -> None:
         """Release this store's engines, in whichever running loop it was used. Idempotent."""
         self._closed = True
-        held, self._held = self._held, {}
-        for (pid, loop), engines in held.items():
-            # What another process opened, or a loop that runs no more, is out of reach.
-            if pid == os.getpid() and loop.is_running():
-                releasing = registry.release(self._key, engines)
-                if loop is asyncio.get_running_loop():
-                    await releasing
-                else:
-                    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(releasing, loop))
+        while self._held:
+            with contextlib.suppress(KeyError):
+                (pid, loop), engines = self._held.popitem()
+                # What another process opened, or a loop that runs no more, is out of reach.
+                if pid == os.getpid() and loop.is_running():
+                    await self._release_in(loop, engines)
+
+    async def _release_in(self, loop: asyncio.AbstractEventLoop, engines: Engines) -> None:
+        if loop is asyncio.get_running_loop():
+            await registry.release(self._key, engines)
+            return
+        released: Future[None] = Future()
+
+        def release() -> None:
+            releasing = asyncio.ensure_future(registry.release(self._key, engines))
+            releasing.add_done_callback(lambda _: released.set_result(None))
+
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(release)
+        # A loop that stops meanwhile releases nothing, and tells nobody.
+        waiting = asyncio.wrap_future(released)
+        while loop.is_running() and not waiting.done():
+            await asyncio.wait([waiting], timeout=_LONGEST_PAUSE)
 
     def _engines(self) -> Engines:
         if self._closed:
-            raise StoreClosedError(f"the store on {self.url.display} is closed")
+            raise self._is_closed()
         here = (os.getpid(), asyncio.get_running_loop())
         engines = self._held.get(here)
         if engines is None:
-            self._held = {at: held for at, held in self._held.items() if not at[1].is_closed()}
+            # Never replaced: another thread may be putting in the engines of its loop.
+            for held in list(self._held):
+                if held[1].is_closed():
+                    self._held.pop(held, None)
             engines = self._held[here] = registry.acquire(self._key)
+            if self._closed and self._held.pop(here, None) is not None:
+                registry.release(self._key, engines)
+                raise self._is_closed()
         return engines
+
+    def _is_closed(self) -> StoreClosedError:
+        return StoreClosedError(f"the store on {self.url.display} is closed")
 
     def end_of_patience(self) -> float:
         """Return when, by the clock of the running loop, a call that begins now gives up."""
