@@ -98,7 +98,7 @@ class RolloutRemover(SqlStore):
             had_records = remove(connection, key, stamp) or had_records
             return had_records
 
-        return await self._database.write(attempt)
+        return await self._write_after_marks(key, attempt)
 
 
 def remove_records_txn(connection: Connection, key: RolloutKey) -> int:

@@ -92,7 +92,7 @@ class SqlTokenSource(RolloutRemover):
             refusals = tuple(CallRefusal(row.model_call_id, row.refusal_code) for row in refused)
             return _Frozen(snapshot_id, version, incomplete, calls, refusals)
 
-        frozen = await self._database.write(raise_fence)
+        frozen = await self._write_after_marks(key, raise_fence)
         return TokenCaptureSnapshot(
             rollout_id=rollout_id,
             # In a thread, for other rollouts go on meanwhile; each row is let go as soon as it is read.
@@ -137,7 +137,7 @@ class SqlTokenSource(RolloutRemover):
             )
             return True
 
-        return await self._database.write(retire_snapshot)
+        return await self._write_after_marks(key, retire_snapshot)
 
 
 def _taken_from(rows: list[Any]) -> Iterator[Any]:
