@@ -27,7 +27,7 @@ from tokencustody.errors import (
     StoreUnavailableError,
     TokenCaptureFrozenError,
 )
-from tokencustody.sql import migrate, registry
+from tokencustody.sql import migrate, registry, telemetry
 from tokencustody.sql.coalescing import Coalesce, Gatherer
 from tokencustody.sql.engine import (
     DEFAULT_DEADLINE,
@@ -162,6 +162,7 @@ class Database:
             for held in list(self._held):
                 if held[1].is_closed():
                     self._held.pop(held, None)
+            telemetry.publish()
             engines = self._held[here] = registry.acquire(self._key)
             if self._closed and self._held.pop(here, None) is not None:
                 registry.release(self._key, engines)
