@@ -125,13 +125,13 @@ class _Search:
         self._wipes = [self._wipes_before(event) for event in self._in_order]
 
     def _wipes_before(self, event: Event) -> int:
-        """Return the bits of what could let an operation have an effect that it had not before."""
+        """Return the bits of what could let an operation, itself included, have an effect that it had not before."""
         if event.never_has_effect:
             return 0
         return sum(
             1 << place
             for place, other in enumerate(self._in_order)
-            if other.name in _WIPES and other is not event and other.start < event.end
+            if other.name in _WIPES and other.start < event.end
         )
 
     def run(self, initial: State) -> Found:
