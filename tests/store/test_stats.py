@@ -61,6 +61,13 @@ async def test_conflicts_and_late_writes_are_counted(store: CaptureStore) -> Non
     assert (counted["conflicts"], counted["late_writes_refused"]) == (2, 2)
 
 
+async def test_what_a_retired_ledger_discards_is_counted(store: CaptureStore) -> None:
+    await store.source.retire(["rollout-1"])
+    before = store.stats()
+    await store.lineage.record_failure("rollout-1", "call-1", "lost")
+    assert changes(before, store.stats()) == {"transactions": 1, "late_writes_refused": 1}
+
+
 @pytest.mark.parametrize("method", ["put", "mark_incomplete"])
 async def test_a_commit_whose_answer_was_lost_is_counted_and_settled(
     store: CaptureStore, faults: Points, method: str

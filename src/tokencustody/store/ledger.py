@@ -181,7 +181,11 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
             return "stored"
 
         # Exclusive, because commit order is a position that is counted per rollout.
-        return await self._database.write(add)
+        with self._database.doors() as doors:
+            outcome = await doors.write(add)
+            if outcome == _RETIRED:
+                doors.count("late_writes_refused")
+            return outcome
 
     async def _rows(self, rollout_id: str) -> tuple[Sequence[Any], Sequence[Any]]:
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
