@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from tokencustody.control.server import bind
+from tokencustody.control.server import bind, control_config
 from tokencustody.protocols import RolloutRemovalPayload
 
 TOKEN = "s3cret-token"  # noqa: S105
@@ -38,10 +39,15 @@ class _Uvicorn(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[str]:
-    """Serve the app on a free port of this machine and yield its URL."""
+async def serving(app: ASGIApp, *, send_buffer: int | None = None) -> AsyncIterator[str]:
+    """Serve the app on a free port of this machine and yield its URL.
+
+    `send_buffer` bounds the bytes that the system keeps for a client that does not read.
+    """
     sock = bind("127.0.0.1", 0)
-    server = _Uvicorn(uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None))
+    if send_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    server = _Uvicorn(control_config(app))
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await asyncio.wait_for(server.listening.wait(), 10)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import inspect
+import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,7 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tokencustody.control.wire import CONTROL_ROUTE_PREFIX, MAX_BODY_BYTES, RolloutIds, check_auth_token
+from tokencustody.control.token import BearerToken
+from tokencustody.control.wire import CONTROL_ROUTE_PREFIX, MAX_BODY_BYTES, RolloutIds
 from tokencustody.errors import (
     DurabilityError,
     InvalidRecordError,
@@ -78,7 +79,7 @@ def install_rollout_control_routes(
         )
     if refuse_removal is not None and not callable(refuse_removal):
         raise TypeError(f"refuse_removal must be a function, not {type(refuse_removal).__name__}")
-    endpoint = _ControlEndpoint(ledger, check_auth_token(auth_token), refuse_removal)
+    endpoint = _ControlEndpoint(ledger, BearerToken(auth_token), refuse_removal)
     path = CONTROL_ROUTE_PREFIX + "/{rest:path}"
     if any(isinstance(route, Route) and route.path == path for route in app.router.routes):
         raise ValueError("the control routes are installed on this app already")
@@ -92,15 +93,17 @@ def install_rollout_control_routes(
 class _ControlEndpoint:
     """An ASGI application: an ordinary endpoint's exceptions would go to the handlers of the surrounding app."""
 
-    def __init__(self, ledger: CaptureLedger, auth_token: str, refuse_removal: RefuseRemoval | None) -> None:
+    def __init__(
+        self, ledger: CaptureLedger, token: BearerToken, refuse_removal: RefuseRemoval | None
+    ) -> None:
         self._ledger = ledger
-        self._credentials = auth_token.encode()
+        self._token = token
         self._refuse_removal = refuse_removal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
-            self._authenticate(request)
+            self._token.check(request)
             response = _json(200, await self._answer(request, scope["path_params"]["rest"]))
         except HTTPException as exc:
             response = _json(exc.status_code, {"detail": exc.detail}, exc.headers)
@@ -111,18 +114,6 @@ class _ControlEndpoint:
             response = _json(500, {"detail": "the server failed; its log says why"})
         await response(scope, receive, send)
 
-    def _authenticate(self, request: Request) -> None:
-        # Raw bytes: a header may hold what is not text, and compare_digest takes only ASCII text.
-        given = [value for name, value in request.headers.raw if name == b"authorization"]
-        scheme, _, credentials = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        matches = hmac.compare_digest(credentials.strip(b" "), self._credentials)
-        if scheme.lower() != b"bearer" or not matches:
-            raise HTTPException(
-                401,
-                "send the server's token as 'Authorization: Bearer TOKEN'",
-                {"WWW-Authenticate": "Bearer"},
-            )
-
     async def _answer(self, request: Request, rest: str) -> Any:
         """Return what a request with the right token is answered; HTTPException where that is an error."""
         removals: dict[str, _Removal] = {
@@ -130,10 +121,10 @@ class _ControlEndpoint:
             "rollouts/delete": self._ledger.delete,
         }
         if rest in removals:
-            _require_method(request, "POST")
+            require_method(request, "POST")
             return await self._remove(request, removals[rest])
         if (matched := _MANIFEST.fullmatch(rest)) is not None:
-            _require_method(request, "GET")
+            require_method(request, "GET")
             return await self._manifest(matched[1])
         raise HTTPException(
             404, "there is no such control route; see rollouts/ID/manifest, rollouts/retire, rollouts/delete"
@@ -177,7 +168,8 @@ class _ControlEndpoint:
         raise HTTPException(409, said or "these rollouts must not be removed now")
 
 
-def _require_method(request: Request, method: str) -> None:
+def require_method(request: Request, method: str) -> None:
+    """Raise HTTPException 405, which names the method, unless the request has it."""
     if request.method != method:
         raise HTTPException(405, f"use {method}", {"Allow": method})
 
@@ -189,7 +181,10 @@ async def _read_rollout_ids(request: Request) -> list[str]:
         raise HTTPException(422, "send JSON, with the header 'Content-Type: application/json'")
     body = await _read_body(request)
     try:
-        return check_batch(RolloutIds.model_validate_json(body).rollout_ids)
+        rollout_ids = RolloutIds.model_validate_json(body).rollout_ids
+        if len(json.loads(body, object_pairs_hook=list)) > 1:
+            raise HTTPException(422, 'rollout_ids: given twice; send {"rollout_ids": [...]} once')
+        return check_batch(rollout_ids)
     except ValidationError as exc:
         problem = exc.errors(include_input=False, include_context=False, include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"]) or "body"

@@ -6,15 +6,21 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tokencustody.control.routes import install_rollout_control_routes
+from tokencustody.control import metrics
+from tokencustody.control.connections import BoundedConnection
+from tokencustody.control.routes import install_rollout_control_routes, require_method
+from tokencustody.control.token import BearerToken
 from tokencustody.protocols import CaptureLedger
+from tokencustody.store import SqlLineageStore
 
 HEALTH_SECONDS = 2.0
 _STOP_SECONDS = 10
@@ -22,16 +28,36 @@ _STOP_SECONDS = 10
 _PROBED_ROLLOUT = "health"
 
 
-def make_control_app(ledger: CaptureLedger, *, auth_token: str) -> FastAPI:
-    """Return an app with the control routes of `ledger` and `GET /healthz`, and nothing else.
+def make_control_app(
+    ledger: CaptureLedger, *, auth_token: str, stats: Callable[[], Mapping[str, int]] | None = None
+) -> FastAPI:
+    """Return an app with the control routes of `ledger`, `GET /healthz`, with `stats` `GET /metrics`, and nothing else.
 
     `/healthz` needs no token and tells nothing but whether the store answers within two seconds: 200 or 503. However
-    many ask, the store is asked by one at a time.
+    many ask, the store is asked by one at a time. `/metrics` needs the token and answers what `stats`, a store's
+    method, returns, in the text format of Prometheus.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     install_rollout_control_routes(app, ledger, auth_token=auth_token)
     app.add_api_route("/healthz", _Health(ledger).answer, response_model=None)
+    if stats is not None:
+        app.router.routes.append(Route("/metrics", _Metrics(stats, auth_token)))
     return app
+
+
+class _Metrics:
+    """An ASGI application: an ordinary endpoint would tell its methods before it asks for the token."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, int]], auth_token: str) -> None:
+        self._stats = stats
+        self._token = BearerToken(auth_token)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        self._token.check(request)
+        require_method(request, "GET")
+        response = Response(metrics.render_metrics(self._stats()), media_type=metrics.CONTENT_TYPE)
+        await response(scope, receive, send)
 
 
 class _Health:
@@ -76,8 +102,23 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def control_config(app: ASGIApp) -> uvicorn.Config:
+    """Return how uvicorn serves the control routes: with bounds on connections, and without a word about itself."""
+    return uvicorn.Config(
+        app,
+        http=BoundedConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=_STOP_SECONDS,
+    )
+
+
 async def serve_control(
-    ledger: CaptureLedger, *, auth_token: str, sock: socket.socket, on_ready: Callable[[str], None]
+    ledger: SqlLineageStore, *, auth_token: str, sock: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
     """Serve the control routes on a bound socket until SIGTERM or SIGINT, then finish running requests.
 
@@ -85,19 +126,9 @@ async def serve_control(
     cannot be used, before listening. The caller closes the ledger.
     """
     with sock:
-        app = make_control_app(ledger, auth_token=auth_token)
+        app = make_control_app(ledger, auth_token=auth_token, stats=ledger.stats)
         await _reach(ledger)
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=_STOP_SECONDS,
-        )
+        config = control_config(app)
         server = _Server(config, lambda: on_ready(_url_of(sock)))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,6 +12,9 @@ CONTROL_ROUTE_PREFIX = "/training-token-capture/control"
 MAX_ROLLOUTS_PER_REQUEST = 4_096
 # Ids of 255 characters, each with its quotes, comma and an indented line of its own.
 MAX_BODY_BYTES = MAX_ROLLOUTS_PER_REQUEST * (255 + 17) + 1_024
+# For the OpenAPI document; store.ids checks them.
+ROLLOUT_ID_PATTERN = "^[A-Za-z0-9._-]{1,255}$"
+_RolloutId = Annotated[StrictStr, Field(json_schema_extra={"pattern": ROLLOUT_ID_PATTERN})]
 
 
 class RolloutIds(BaseModel):
@@ -19,7 +22,7 @@ class RolloutIds(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    rollout_ids: Annotated[list[StrictStr], Field(min_length=1, max_length=MAX_ROLLOUTS_PER_REQUEST)]
+    rollout_ids: Annotated[list[_RolloutId], Field(min_length=1, max_length=MAX_ROLLOUTS_PER_REQUEST)]
 
 
 def check_auth_token(auth_token: str) -> str:
