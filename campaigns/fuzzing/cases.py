@@ -113,7 +113,9 @@ def check_message(exc: Exception, secrets: tuple[str, ...] = ()) -> None:
     """Raise Violation for an error whose message does not belong into a log."""
     text = str(exc)
     if len(text) > _LONGEST_MESSAGE and not isinstance(exc, ValidationError):
-        raise Violation(f"{type(exc).__name__} has a message of {len(text)} characters: {text[:200]}…") from exc
+        raise Violation(
+            f"{type(exc).__name__} has a message of {len(text)} characters: {text[:200]}…"
+        ) from exc
     for secret in secrets:
         if secret in text:
             raise Violation(f"{type(exc).__name__} repeats {secret}: {text[:500]}") from exc

@@ -42,7 +42,9 @@ class _Stored:
             for call in made
         }
         self.sequences = {
-            (name, call.entry.model_call_id): call.tokens for name, made in self.calls.items() for call in made
+            (name, call.entry.model_call_id): call.tokens
+            for name, made in self.calls.items()
+            for call in made
         }
         self.secrets = corpus.secrets_of([call for made in self.calls.values() for call in made])
 
@@ -139,9 +141,7 @@ def _rows(seed: str) -> Iterator[Case]:
         if entries is not None:
             stored.check(rollout, entries)
         wanted = rng.choice(stored.rows[rollout]).model_call_id
-        found, of_chain = attempt(
-            lambda: unpack_chain(rollout, rows, wanted), _READ_ERRORS, stored.secrets
-        )
+        found, of_chain = attempt(lambda: unpack_chain(rollout, rows, wanted), _READ_ERRORS, stored.secrets)
         if found is not None:
             entry, ids = found
             stored.check(rollout, [entry])
@@ -193,7 +193,12 @@ def _staged(seed: str) -> Iterator[Case]:
     ids = {str(token) for record in records for token in record.token_ids_delta if token >= 10**7}
     secrets = (*ids, *(repr(each) for r in records for each in r.generation_log_probs_delta if each < 0))
     attachments = pack_attachments(
-        {"b": b"\0\1", "t": "tü", "j": {"a": [1, None, 2**70, float("nan")]}, "a": memoryview(b"\1\2\3\4").cast("H")}
+        {
+            "b": b"\0\1",
+            "t": "tü",
+            "j": {"a": [1, None, 2**70, float("nan")]},
+            "a": memoryview(b"\1\2\3\4").cast("H"),
+        }
     )
 
     def case(rng: random.Random) -> str:
@@ -221,7 +226,11 @@ def _staged(seed: str) -> Iterator[Case]:
         elif row.model_call_id not in str(exc):
             raise Violation(f"the error does not name the call: {exc}")
         extras, of_extras = attempt(lambda: unpack_extras(row), (CorruptEntryError,), secrets)
-        if of_extras is None and repr(extras) != repr(record.extras) and row.extras_digest == record.extras_digest:
+        if (
+            of_extras is None
+            and repr(extras) != repr(record.extras)
+            and row.extras_digest == record.extras_digest
+        ):
             raise Violation("extras came back with other content")
         attempt(lambda: unpack_token_ids(row), (CorruptEntryError,), secrets)
         return end_of(exc or of_extras, "same value")
@@ -244,7 +253,9 @@ def _attachment(rng: random.Random, packed: Sequence[dict[str, Any]], call: Simp
     value = unpack_attachment(row)
     column = rng.choice(("data", "data", "kind", "shape", "dtype", "data_sha256"))
     value_of = getattr(row, column)
-    edited = mutated(rng, row.data) if column == "data" else rng.choice((_near(rng, value_of), "json", "text"))
+    edited = (
+        mutated(rng, row.data) if column == "data" else rng.choice((_near(rng, value_of), "json", "text"))
+    )
     same = edited == getattr(row, column)
     setattr(row, column, edited)
     if column == "data" and rng.random() < 0.3:

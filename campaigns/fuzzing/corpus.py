@@ -81,16 +81,33 @@ def _log_prob(rng: random.Random) -> float:
 def in_bits(entry: TokenEntry) -> tuple[bytes, str]:
     """Return what two entries have in common exactly if every bit of them is the same."""
     log_probs = entry.generation_log_probs
-    fields = {name: value for name, value in entry.model_dump().items() if name != TOKEN_FIELDS[2]}
-    return struct.pack(f"<{len(log_probs)}d", *log_probs), repr(sorted(fields.items()))
+    fields = {**entry.__dict__, **(entry.model_extra or {})}
+    del fields[TOKEN_FIELDS[2]]
+    return struct.pack(f"<{len(log_probs)}d", *log_probs), repr(_plain(fields))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of JSON's types without subclasses, which JSON does not bring back."""
+    match value:
+        case dict():
+            return sorted((str.__str__(key), _plain(each)) for key, each in value.items())
+        case list():
+            return [_plain(each) for each in value]
+        case str():
+            return str.__str__(value)
+        case bool() | None:
+            return value
+        case int():
+            return int(value)
+        case float():
+            return float(value)
+    return value
 
 
 def secrets_of(made: Sequence[Call]) -> tuple[str, ...]:
     """Return the numbers of calls that no message may repeat."""
     ids = (str(token) for call in made for token in call.tokens if token >= 10**7)
-    log_probs = (
-        repr(value) for call in made for value in call.entry.generation_log_probs if -1 < value < 0
-    )
+    log_probs = (repr(value) for call in made for value in call.entry.generation_log_probs if -1 < value < 0)
     return (*ids, *log_probs)
 
 

@@ -136,12 +136,19 @@ def _require_object(message: Any) -> None:
 
 def _text(value: Any) -> str:
     # Every empty value reads as absent: peers hash null, "", 0 and {} alike.
-    return str(value) if value else ""
+    return _printed(value) if value else ""
 
 
 def _name(item: Mapping[str, Any]) -> str:
     # Only an absent name is empty: peers hash a null name as its Python text.
-    return str(item.get("name", ""))
+    return _printed(item.get("name", ""))
+
+
+def _printed(value: Any) -> str:
+    try:
+        return str(value)
+    except RecursionError:
+        raise ValueError("a value in a message is nested too deeply") from None
 
 
 def _content_parts(content: Any) -> Iterable[tuple[str, str]]:
@@ -177,7 +184,7 @@ def _tool_calls(message: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if message.get("type") == "function_call":
         name = _name(message)
         if message.get("namespace"):
-            name = f"{message['namespace']}__{name}"
+            name = f"{_printed(message['namespace'])}__{name}"
         yield (
             _text(message.get("call_id") or message.get("id")),
             name,

@@ -6,6 +6,7 @@ Wire format and digests: record schema 1, token encoding 1 of the NeMo Gym token
 from __future__ import annotations
 
 import hashlib
+import reprlib
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,22 @@ SCHEMA_VERSION = 1
 DIGEST_VERSION = 1
 TOKEN_DIGEST_DOMAIN = b"nemo-gym-tokens"
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: Any) -> str:
+    """Return the repr of a refused value for a message: not long, however large or deep the value is."""
+    return _SHORT.repr(value)
+
+
+def _text(value: Any) -> Any:
+    # The enumeration's own complaint prints the whole value.
+    if not isinstance(value, str | None):
+        raise ValueError(f"must be text, not {type(value).__name__}")
+    return value
 
 
 def _plain(values: Any) -> Any:
@@ -76,7 +93,7 @@ class TokenEntry(BaseModel):
     parent_call_id: StrictStr | None = None
     cum_len: StrictInt | None = None
     digest: StrictStr | None = None
-    parent_resolution: ParentResolutionStatus | None = None
+    parent_resolution: Annotated[ParentResolutionStatus | None, BeforeValidator(_text)] = None
     continuation_fingerprint: StrictStr = ""
     continuation_context_len: StrictInt = 0
     continuation_context_digest: StrictStr = ""

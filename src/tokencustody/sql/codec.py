@@ -289,8 +289,13 @@ def _in_bits(value: Any) -> Any:
             return [_in_bits(item) for item in value]
         case dict():
             return {key: _in_bits(item) for key, item in value.items()}
+        # Of a subclass, such as an enumeration's, JSON keeps the plain value.
         case str():
-            return str(value)
+            return str.__str__(value)
+        case bool():
+            return bool, value
+        case int():
+            return int(value)
         case _:
             return type(value), value
 

@@ -6,11 +6,13 @@ Two dialects: 0 is strict JSON; 1 has NaN, Infinity and integers beyond 64 bits,
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
 
 from tokencustody.errors import InvalidRecordError
+from tokencustody.records import shown
 
 _STRICT_JSON, _PYTHON_JSON = 0, 1
 # What every JSON parser of this library reads back, whatever the interpreter's recursion limit.
@@ -44,36 +46,53 @@ def decode_json(dialect: int, text: bytes) -> dict[str, Any]:
     return fields
 
 
-def require_json(value: Any, path: str) -> None:
+def require_json(value: Any, name: str) -> None:
     """Raise InvalidRecordError, naming the place, unless `value` comes back from JSON text as it was given."""
-    pending = [(path, value, 1)]
-    while pending:
-        path, value, depth = pending.pop()
-        if depth > _DEEPEST_NEST:
-            raise InvalidRecordError(f"{path[:80]}: nested too deeply, more than {_DEEPEST_NEST} levels")
-        match value:
-            case int() if value.bit_length() > _LONGEST_INT_BITS:
-                raise InvalidRecordError(f"{path}: an integer of more than {_LONGEST_INT_BITS} bits")
-            case None | bool() | int() | float():
-                pass
-            case str():
-                try:
-                    value.encode()
-                except UnicodeEncodeError:
-                    raise InvalidRecordError(
-                        f"{path}: the text has a lone surrogate, which UTF-8 cannot carry"
-                    ) from None
-            case list():
-                pending += [(f"{path}[{index}]", item, depth + 1) for index, item in enumerate(value)]
-            case dict():
-                for key, item in value.items():
-                    if not isinstance(key, str):
-                        raise InvalidRecordError(
-                            f"{path}: the key {key!r} is {type(key).__name__}; JSON keys are strings"
-                        )
-                    pending += [(f"{path} key", key, depth), (f"{path}.{key}", item, depth + 1)]
-            case _:
-                raise InvalidRecordError(
-                    f"{path}: {type(value).__name__} would not come back from JSON as it was given; pass lists, dicts, "
-                    "strings and numbers"
-                )
+    # One iterator for each level, so that no more is held than where the walk stands.
+    levels: list[Iterable[tuple[str | int, Any]]] = [iter([(name, value)])]
+    place: list[str | int] = []
+    while levels:
+        for part, each in levels[-1]:
+            place[len(levels) - 1 :] = [part]
+            if len(levels) > _DEEPEST_NEST:
+                raise _refused(place, f"nested too deeply, more than {_DEEPEST_NEST} levels")
+            match each:
+                case int() if each.bit_length() > _LONGEST_INT_BITS:
+                    raise _refused(place, f"an integer of more than {_LONGEST_INT_BITS} bits")
+                case None | bool() | int() | float():
+                    pass
+                case str():
+                    _require_utf8(each, place)
+                case list():
+                    levels.append(enumerate(each))
+                    break
+                case dict():
+                    for key in each:
+                        if not isinstance(key, str):
+                            raise _refused(
+                                place, f"the key {shown(key)} is {type(key).__name__}; JSON keys are strings"
+                            )
+                        _require_utf8(key, place, " key")
+                    levels.append(iter(each.items()))
+                    break
+                case _:
+                    raise _refused(
+                        place,
+                        f"{type(each).__name__} would not come back from JSON as it was given; pass lists, dicts, "
+                        "strings and numbers",
+                    )
+        else:
+            levels.pop()
+
+
+def _require_utf8(text: str, place: Sequence[str | int], part: str = "") -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _refused(place, "the text has a lone surrogate, which UTF-8 cannot carry", part) from None
+
+
+def _refused(place: Sequence[str | int], problem: str, part: str = "") -> InvalidRecordError:
+    name, *parts = place
+    path = str(name) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return InvalidRecordError(f"{path if len(path) <= 200 else path[:199] + '…'}{part}: {problem}")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any, Literal
 
-from tokencustody.records import encode_uint64s
+from tokencustody.records import encode_uint64s, shown
 
 STAGING_SCHEMA_VERSION: Literal[2] = 2
 STAGING_DIGEST_VERSION: Literal[2] = 2
@@ -163,7 +163,7 @@ def build_staging_delta(
 def check_position(parent_call_id: str | None, prev_len: int, mode: str | None = None) -> None:
     """Raise ValueError unless a root starts at 0 and a child after its parent, each in the `mode` for it, if given."""
     if mode not in (None, "text", "token_in"):
-        raise ValueError(f"unsupported capture mode {mode!r}")
+        raise ValueError(f"unsupported capture mode {shown(mode)}")
     if parent_call_id == "":
         raise ValueError("parent_call_id must not be empty")
     if parent_call_id is None:
@@ -178,7 +178,9 @@ def check_lengths(prev_len: int, delta_len: int, cum_len: int) -> None:
     if delta_len == 0:
         raise ValueError("a staged delta has at least one token")
     if cum_len != prev_len + delta_len:
-        raise ValueError(f"cum_len {cum_len} is not prev_len {prev_len} + delta_len {delta_len}")
+        raise ValueError(
+            f"cum_len {shown(cum_len)} is not prev_len {shown(prev_len)} + delta_len {shown(delta_len)}"
+        )
 
 
 def check_exact_floats(values: Sequence[float], field: str) -> None:
@@ -196,7 +198,7 @@ def _check_mask(mask: Sequence[float], log_probs: Sequence[float]) -> None:
 
 def _check_version(version: int, expected: int, name: str) -> None:
     if type(version) is not int or version != expected:
-        raise ValueError(f"unsupported {name} {version}")
+        raise ValueError(f"unsupported {name} {shown(version)}")
 
 
 def _encode_float32s(values: Sequence[float], field: str) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tokencustody.records import shown
 from tokencustody.staging.digest import (
     EXTRAS_DIGEST_VERSION,
     STAGING_DIGEST_VERSION,
@@ -183,7 +184,8 @@ def _check_identity(
     staged_by = getattr(record, "capture_key", None) or rollout_id
     if snapshot.rollout_id != staged_by:
         raise ReceiptVerificationError(
-            WRONG_ROLLOUT, f"snapshot {call} belongs to rollout {snapshot.rollout_id}, not {staged_by}"
+            WRONG_ROLLOUT,
+            f"snapshot {call} belongs to rollout {snapshot.rollout_id!s:.200}, not {staged_by!s:.200}",
         )
     if call not in records:
         raise ReceiptVerificationError(SNAPSHOT_IDENTITY_MISMATCH, f"snapshot {call} is not in the manifest")
@@ -200,14 +202,14 @@ def _compare_row(record: CallRecord, snapshot: StagedCallBaseSnapshot) -> None:
         if not staged == recorded == known:
             raise ReceiptVerificationError(
                 f"wrong_{name}",
-                f"call {record.model_call_id}: snapshot {staged}, manifest {recorded}, expected {known}",
+                f"call {record.model_call_id}: snapshot {shown(staged)}, manifest {shown(recorded)}, expected {known}",
             )
     for name in _COMPARED:
         staged, recorded = getattr(snapshot, name), getattr(record, name)
         if staged != recorded:
             raise ReceiptVerificationError(
                 f"wrong_{name}",
-                f"call {record.model_call_id}: snapshot {staged!r}, manifest {recorded!r}",
+                f"call {record.model_call_id}: snapshot {shown(staged)}, manifest {shown(recorded)}",
             )
 
 
@@ -269,7 +271,7 @@ def _chain(records: dict[str, CallRecord], terminal: str | None) -> list[str]:
     if terminal is None:
         raise RebuildError(MISSING_TERMINAL, "no terminal call is given")
     if terminal not in records:
-        raise RebuildError(MISSING_TERMINAL, f"terminal call {terminal} is not in the manifest")
+        raise RebuildError(MISSING_TERMINAL, f"terminal call {terminal!s:.200} is not in the manifest")
     chain: list[str] = []
     call: str | None = terminal
     while call is not None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
+from tokencustody.records import shown
+
 ROUTED_EXPERTS_ENVELOPE_VERSION = 1
 ROUTED_EXPERTS_MAGIC = "nrlre1"
 MISSING_ROUTE_SENTINEL = -1
@@ -104,7 +106,7 @@ def classify_route_span(*, carry_len: int, generation_len: int, staged_route_len
     }
     for name, length in lengths.items():
         if type(length) is not int or length < 0:
-            raise ValueError(f"{name} must be an integer from 0, not {length!r}")
+            raise ValueError(f"{name} must be an integer from 0, not {shown(length)}")
     if 0 < staged_route_len == carry_len + generation_len:
         return "full"
     return "tail" if 0 < generation_len <= staged_route_len else "sentinel"
@@ -129,7 +131,7 @@ def _typecode(dtype: str) -> str:
     try:
         return _ARRAY_TYPES[dtype]
     except KeyError:
-        raise ValueError(f"routed_experts: unsupported dtype {dtype!r}") from None
+        raise ValueError(f"routed_experts: unsupported dtype {shown(dtype)}") from None
 
 
 def _block_shape(values: Any) -> tuple[int, int]:
