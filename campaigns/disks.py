@@ -83,6 +83,11 @@ class SmallDisk(_Disk):
         """Give the space back."""
         (self.folder / "ballast").unlink(missing_ok=True)
 
+    def grow(self, size: int) -> None:
+        """Make the disk larger by `size` bytes."""
+        self._size += size
+        _run("mount", "-o", f"remount,size={self._size}", str(self.folder))
+
     def _mount(self) -> None:
         _run("mount", "-t", "tmpfs", "-o", f"size={self._size}", "none", str(self.folder))
 

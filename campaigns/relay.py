@@ -43,6 +43,13 @@ class Cut(Enum):
 
 
 @dataclass(eq=False)
+class _Strike:
+    cut: Cut
+    request: Request
+    is_black_hole: bool = False
+
+
+@dataclass(eq=False)
 class _Connection:
     client: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     server: tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -68,7 +75,7 @@ class ChaosRelay:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._connections: set[_Connection] = set()
-        self._armed: list[tuple[Cut, Request, bool]] = []
+        self._armed: list[_Strike] = []
         self._passable = asyncio.Event()
         self._passable.set()
         self._healing: asyncio.TimerHandle | None = None
@@ -117,11 +124,11 @@ class ChaosRelay:
 
     def cut_next(self, cut: Cut, request: Request) -> None:
         """Reset, once, the connection on which such a request is the next to come to this point."""
-        self._run(lambda: _now(lambda: self._armed.append((cut, request, False))))
+        self._run(lambda: _now(lambda: self._armed.append(_Strike(cut, request))))
 
     def black_hole_next(self, cut: Cut, request: Request) -> None:
         """Let nothing through any more, until `heal`, once such a request is the next to come to this point."""
-        self._run(lambda: _now(lambda: self._armed.append((cut, request, True))))
+        self._run(lambda: _now(lambda: self._armed.append(_Strike(cut, request, is_black_hole=True))))
 
     def black_hole(self, seconds: float | None = None) -> None:
         """Let nothing through, in either direction, for that long or until `heal`.
@@ -130,6 +137,7 @@ class ChaosRelay:
         """
 
         def swallow() -> None:
+            self.counts["black_holes"] += 1
             self._swallow()
             self._healing = None if seconds is None else self._loop.call_later(seconds, self._passable.set)
 
@@ -171,7 +179,7 @@ class ChaosRelay:
     async def _ask(self, connection: _Connection) -> None:
         (reader, _), (_, writer) = connection.client, connection.server
         while data := await reader.read(_CHUNK):
-            self._strike(connection, Cut.REQUEST, data)
+            self._strike(connection, self._taken(Cut.REQUEST, data))
             await self._passable.wait()
             writer.write(data)
             await writer.drain()
@@ -186,30 +194,37 @@ class ChaosRelay:
             # A type, a length that counts itself, and the rest.
             header = await reader.readexactly(5)
             body = await reader.readexactly(int.from_bytes(header[1:], "big") - 4)
+            afterwards = None
             if header[:1] == b"C":
                 tag = body
-                self._strike(connection, Cut.ANSWER, tag)
+                self._strike(connection, self._taken(Cut.ANSWER, tag))
+            elif header[:1] == b"Z" and tag:
+                # Counted before the client can know.
+                afterwards = self._taken(Cut.AFTERWARDS, tag)
+                tag = b""
             await self._passable.wait()
             writer.write(header + body)
             await writer.drain()
-            if header[:1] == b"Z" and tag:
-                self._strike(connection, Cut.AFTERWARDS, tag)
-                tag = b""
+            self._strike(connection, afterwards)
 
-    def _strike(self, connection: _Connection, cut: Cut, seen: bytes) -> None:
-        """Strike if what passes is what a strike waits for: a client's data, or the tag of the server's answer."""
-        for armed in self._armed:
-            if armed[0] is cut and armed[1].is_in(seen, asked=cut is Cut.REQUEST):
-                self._armed.remove(armed)
-                if armed[2]:
-                    self._swallow()
-                else:
-                    self.counts["cuts"] += 1
-                    connection.reset()
-                return
+    def _taken(self, cut: Cut, seen: bytes) -> _Strike | None:
+        """Return, and count, the strike that waits for what passes: a client's data, or the tag of an answer."""
+        for strike in self._armed:
+            if strike.cut is cut and strike.request.is_in(seen, asked=cut is Cut.REQUEST):
+                self._armed.remove(strike)
+                self.counts["black_holes" if strike.is_black_hole else "cuts"] += 1
+                return strike
+        return None
+
+    def _strike(self, connection: _Connection, strike: _Strike | None) -> None:
+        if strike is None:
+            return
+        if strike.is_black_hole:
+            self._swallow()
+        else:
+            connection.reset()
 
     def _swallow(self) -> None:
-        self.counts["black_holes"] += 1
         self._passable.clear()
         if self._healing is not None:
             self._healing.cancel()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from campaigns.relay import ChaosRelay, Cut
+from campaigns.relay import ChaosRelay, Cut, Request
 from tests.faults.methods import METHODS, Method, right_answer
 from tests.store.rows import rows_of
 from tokencustody import CaptureStore, open_store
@@ -23,7 +23,7 @@ async def versions_of(url: str, rollout: str) -> list[int]:
 
 
 def counted(store: CaptureStore, name: str) -> int:
-    return store.stats()[name] + store.staging.stats()[name]
+    return store.stats()[name]
 
 
 @EACH_METHOD
@@ -32,7 +32,8 @@ async def test_a_call_whose_connection_is_cut_around_its_commit_happens_exactly_
 ) -> None:
     async with open_store(relay.url(postgres_url)) as store:
         for cut in Cut:
-            for times in (1,) if cut is Cut.AFTERWARDS else (1, 3):
+            # A new connection begins with statements of its own, which would be cut too.
+            for times in (1, 3) if method.request is Request.COMMIT and cut is not Cut.AFTERWARDS else (1,):
                 rollout = f"{cut.name.lower()}-{times}"
                 await method.prepare(store, rollout)
                 before = await versions_of(postgres_url, rollout)
@@ -61,7 +62,7 @@ async def test_a_call_whose_connection_is_cut_around_its_commit_happens_exactly_
 async def test_a_call_whose_commit_is_swallowed_is_unavailable_by_its_deadline_and_can_be_repeated(
     postgres_url: str, relay: ChaosRelay, method: Method
 ) -> None:
-    async with open_store(relay.url(postgres_url), deadline=0.5) as store:
+    async with open_store(relay.url(postgres_url), deadline=0.5, spill=None) as store:
         for cut in (Cut.REQUEST, Cut.ANSWER):
             rollout = cut.name.lower()
             await method.prepare(store, rollout)
@@ -81,8 +82,7 @@ async def test_a_call_whose_commit_is_swallowed_is_unavailable_by_its_deadline_a
 
 async def unavailable(method: Method, store: CaptureStore, rollout: str) -> None:
     """Run a call that cannot reach the database; fail if it does not say so."""
-    if method.prepare.__qualname__.startswith("_stage"):
-        # The protocol's answer is a failed result, not an exception.
+    if method.soft:
         assert await method.call(store, rollout) is False
         return
     with pytest.raises(StoreUnavailableError):
