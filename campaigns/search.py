@@ -21,14 +21,8 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from campaigns.model import (
-    CONFLICT_ERROR,
-    OPERATIONS,
-    READS,
-    Answer,
-    Arguments,
-    State,
-)
+from campaigns.model import CONFLICT_ERROR, OPERATIONS, READS, Answer, Arguments, RolloutState, State
+from campaigns.outlook import can_still_answer
 
 DEFAULT_LIMIT = 1_000_000
 
@@ -61,6 +55,12 @@ class Event:
         if error == CONFLICT_ERROR:
             return self.name in ("record", "record_failure")
         return error is not None or value is False
+
+    def is_out_of_reach(self, state: State) -> bool:
+        """Return whether the operation cannot answer as it did any more, unless the rollout is deleted first."""
+        if len(self.answers) != 1 or not isinstance(state, RolloutState):
+            return False
+        return not can_still_answer(state, self.name, self.arguments, self.answers[0])
 
     def after(self, state: State) -> State | None:
         """Return the state after the operation, or None when it would have answered otherwise."""
@@ -101,11 +101,17 @@ class _Node(NamedTuple):
 
 def find_order(events: Sequence[Event], initial: State, *, limit: int = DEFAULT_LIMIT) -> Found:
     """Return whether there is an order of all events that are not optional, given up after `limit` states."""
-    return _Search(events, limit).run(initial)
+    # First as if no delete of unknown outcome had happened, for none can be told by what it leaves behind.
+    found = _Search(events, limit, with_deletes=False).run(initial)
+    if found.verdict is Verdict.LEGAL or not any(
+        event.is_optional and event.name in _WIPES for event in events
+    ):
+        return found
+    return _Search(events, limit, with_deletes=True).run(initial)
 
 
 class _Search:
-    def __init__(self, events: Sequence[Event], limit: int) -> None:
+    def __init__(self, events: Sequence[Event], limit: int, *, with_deletes: bool) -> None:
         self._events = events
         self._limit = limit
         # By their beginning; bit n of `done` is the n-th required one, then the optional ones follow.
@@ -113,7 +119,12 @@ class _Search:
             (n for n, event in enumerate(events) if not event.is_optional), key=lambda n: events[n].start
         )
         self._optional = sorted(
-            (n for n, event in enumerate(events) if event.is_optional), key=lambda n: events[n].start
+            (
+                n
+                for n, event in enumerate(events)
+                if event.is_optional and (with_deletes or event.name not in _WIPES)
+            ),
+            key=lambda n: events[n].start,
         )
         self._in_order = [events[n] for n in (*self._required, *self._optional)]
         self._places = {n: place for place, n in enumerate((*self._required, *self._optional))}
@@ -122,17 +133,16 @@ class _Search:
             -1 if event.echoes is None else self._places[event.echoes] for event in self._in_order
         ]
 
-        self._wipes = [self._wipes_before(event) for event in self._in_order]
-
-    def _wipes_before(self, event: Event) -> int:
-        """Return the bits of what could let an operation, itself included, have an effect that it had not before."""
-        if event.never_has_effect:
-            return 0
-        return sum(
-            1 << place
-            for place, other in enumerate(self._in_order)
-            if other.name in _WIPES and other.start < event.end
-        )
+        wipes = [
+            (1 << place, event.start) for place, event in enumerate(self._in_order) if event.name in _WIPES
+        ]
+        # What could come before an event and change what it can do, itself included.
+        self._wipes = [sum(bit for bit, start in wipes if start < event.end) for event in self._in_order]
+        self._shown = [
+            place
+            for place in range(len(self._required))
+            if self._in_order[place].name in ("freeze", "manifest")
+        ]
 
     def run(self, initial: State) -> Found:
         root = _Node(0, initial)
@@ -174,7 +184,9 @@ class _Search:
             new = self._in_order[place].after(state)
             if new is None:
                 continue
-            is_idle = new is state and not self._wipes[place] & ~done
+            is_idle = new is state and (
+                self._in_order[place].never_has_effect or not self._wipes[place] & ~done
+            )
             if node.last >= 0 and self._could_come_first(place, node, new):
                 if is_idle:
                     return  # the order that takes it first is tried for itself
@@ -184,10 +196,24 @@ class _Search:
                 return
             fitting.append((self._in_order[place].end, place, new))
         for _, place, new in sorted(fitting, key=lambda fit: fit[:2]):
-            yield _Node(done | 1 << place, new)
-        yield from self._optional_successors(node, latest)
+            if new is state or self._is_hopeful(done | 1 << place, new, places):
+                yield _Node(done | 1 << place, new)
+        yield from self._optional_successors(node, places, latest)
 
-    def _optional_successors(self, node: _Node, latest: float) -> Iterator[_Node]:
+    def _is_hopeful(self, done: int, state: State, places: Sequence[int]) -> bool:
+        """Return False when a state rules out an answer that is still to come."""
+        coming = [place for place in places if not done >> place & 1]
+        names = {"freeze", "manifest"}
+        for place in self._shown:
+            if not done >> place & 1 and self._in_order[place].name in names:
+                names.discard(self._in_order[place].name)
+                coming.append(place)
+        return not any(
+            not self._wipes[place] & ~done and self._in_order[place].is_out_of_reach(state)
+            for place in coming
+        )
+
+    def _optional_successors(self, node: _Node, places: Sequence[int], latest: float) -> Iterator[_Node]:
         alike = set()
         for place in range(len(self._required), len(self._in_order)):
             event = self._in_order[place]
@@ -203,7 +229,8 @@ class _Search:
             # Two optional ones that can change places are taken in one order.
             if node.last > place and self._could_come_first(place, node, new):
                 continue
-            yield _Node(node.done | 1 << place, new, place, node.state)
+            if self._is_hopeful(node.done | 1 << place, new, places):
+                yield _Node(node.done | 1 << place, new, place, node.state)
 
     def _candidates(self, done: int) -> tuple[list[int], float]:
         """Return the required events that may come next, and when the first of them must have happened."""
