@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import math
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from tokencustody.errors import (
     StoreUnavailableError,
 )
 from tokencustody.sql import tables
+from tokencustody.sql.url import parse_url
 from tokencustody.staging.protocols import StagingSink, StagingSource
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult
 from tokencustody.store import staging as staging_module
@@ -316,6 +318,25 @@ async def test_staging_over_a_call_that_no_longer_decodes_is_a_failure_that_name
     result = staged.stage(stage("a", added=[1, 2], sampled=[3]).snapshot)
     assert not result.ok
     assert "staged call a of rollout r: the stored payload does not decode" in (result.error or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("text", "data = CAST(data AS TEXT)"),
+        *(("buffer", f"shape = '{shape}'") for shape in ('{"a":1}', "3", "[")),
+    ],
+)
+def test_an_attachment_whose_row_was_damaged_is_a_named_error(
+    sqlite_url: str, name: str, change: str
+) -> None:
+    with SqlStagingStore(sqlite_url) as staging:
+        staging.stage(stage("b").snapshot, attachments={"text": b"x", "buffer": bytearray(b"xyz")})
+        with sqlite3.connect(parse_url(sqlite_url).dsn) as file:
+            file.execute(f"UPDATE staged_attachments SET {change} WHERE name = '{name}'")  # noqa: S608
+        file.close()
+        with pytest.raises(CorruptEntryError, match=f"staged call b of rollout r: attachment '{name}'"):
+            staging.fetch_attachments("r/b")
 
 
 async def test_extras_and_attachments_that_were_changed_in_the_database_are_errors(

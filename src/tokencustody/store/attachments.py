@@ -60,20 +60,29 @@ def unpack_attachment(row: Any) -> Any:
     Raises CorruptEntryError that names the call and the attachment.
     """
     this = f"{where(row)}: attachment {row.name!r}"
-    if hashlib.sha256(row.data).hexdigest() != row.data_sha256:
+    # SQLite gives text where a damaged row says so.
+    if type(row.data) is not bytes or hashlib.sha256(row.data).hexdigest() != row.data_sha256:
         raise CorruptEntryError(f"{this} does not match its SHA-256; restore it from a backup")
     try:
         match AttachmentKind(row.kind):
             case AttachmentKind.BYTES:
-                return bytes(row.data)
+                data: bytes = row.data
+                return data
             case AttachmentKind.TEXT:
                 return row.data.decode()
             case AttachmentKind.JSON:
                 return json.loads(row.data)
             case AttachmentKind.BUFFER:
-                return AttachedBuffer(row.dtype, tuple(json.loads(row.shape)), bytes(row.data))
+                return AttachedBuffer(row.dtype, _shape(row.shape), row.data)
     except (ValueError, TypeError, RecursionError) as exc:
         raise CorruptEntryError(f"{this} does not decode: {exc}") from exc
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    lengths = json.loads(text)
+    if type(lengths) is not list or any(type(length) is not int for length in lengths):
+        raise ValueError("its shape is no list of lengths")
+    return tuple(lengths)
 
 
 def _packed(name: str, value: Any) -> dict[str, Any]:

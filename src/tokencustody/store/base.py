@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from tokencustody.sql.transactions import Database, Doors
 from tokencustody.sql.url import parse_url
 from tokencustody.store.fence import RolloutKey
 from tokencustody.store.ids import check_call_id, check_rollout_id
-from tokencustody.store.replaying import Replayer, write_after
+from tokencustody.store.replaying import Replayer, write_after_marks
 from tokencustody.store.spill import Spill, spill_root
 
 DEFAULT_MAX_ENTRY_BYTES = 256 * 2**20
@@ -119,8 +118,8 @@ class SqlStore(DatabaseClient):
             return await doors.write(work)
         # It settles those that are left when `work` is refused, as by a fence.
         self._replayer.start()
-        marks = await asyncio.to_thread(self._replayer.spill.marks_of, key)
-        return await write_after(doors, self._replayer.spill, marks, work)
+        give_up = self._database.end_of_patience()
+        return await write_after_marks(doors, self._replayer.spill, key, work, give_up)
 
     async def __aenter__(self) -> Self:
         return self

@@ -7,48 +7,62 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from sqlalchemy import Connection
 
+from tokencustody.errors import StoreUnavailableError
 from tokencustody.sql.engine import Result, Work
 from tokencustody.sql.transactions import Database, Doors
+from tokencustody.store.fence import RolloutKey
 from tokencustody.store.spill import Mark, Spill
 
 LOGGER = logging.getLogger(__name__)
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
+_FIRST_CLAIM_PAUSE = 0.002
+_LONGEST_CLAIM_PAUSE = 0.1
 
 
-async def write_after(doors: Doors, spill: Spill, marks: Mapping[Path, Mark], work: Work[Result]) -> Result:
-    """Run `work` in one transaction after these marks, whose files are removed when it has committed."""
-    stored: dict[Path, bool] = {}
+async def write_after_marks(
+    doors: Doors, spill: Spill, key: RolloutKey, work: Work[Result], give_up: float
+) -> Result:
+    """Run `work` in one transaction after the marks of its rollout that wait.
 
-    def store_marks_first(connection: Connection) -> Result:
-        for path, mark in marks.items():
-            stored[path] = mark.settle_txn(connection)
-        return work(connection)
+    Raises StoreUnavailableError also when one of them cannot be read, or when somebody else still replays one when the
+    loop's clock reads `give_up`.
+    """
+    with ExitStack() as claims:
+        claimed: dict[Path, Mark] = {}
+        for path in spill.waiting(key):
+            try:
+                mark = await _claim(spill, path, claims, give_up)
+            except StoreUnavailableError:
+                raise
+            except OSError as exc:
+                raise StoreUnavailableError(
+                    f"a mark of rollout {key.rollout_id} of run {key.run} waits on this host and must come first, but "
+                    f"cannot be read: {exc}"
+                ) from exc
+            # The name holds but the beginning of a hash.
+            if mark is not None and mark.key == key:
+                claimed[path] = mark
+        stored: dict[Path, bool] = {}
 
-    result = await doors.write(store_marks_first)
-    for path, mark in marks.items():
-        await _remove(doors, spill, path, mark, stored=stored[path])
-    return result
+        def store_marks_first(connection: Connection) -> Result:
+            for path, mark in claimed.items():
+                stored[path] = mark.settle_txn(connection)
+            return work(connection)
 
-
-async def _remove(doors: Doors, spill: Spill, path: Path, mark: Mark, *, stored: bool) -> None:
-    if not await asyncio.to_thread(spill.remove, path):
-        return
-    if stored:
-        doors.count("replayed_marks")
-        LOGGER.info("%s, which waited on this host, is in the database", mark)
-    else:
-        LOGGER.warning("%s waited on this host until the rollout was retired: it is discarded", mark)
-
-
-class _OneAtATime(asyncio.Lock):
-    """The turn to replay: the stores of a process and loop on one database would only repeat each other's work."""
+        result = await doors.write(store_marks_first)
+        for path, mark in claimed.items():
+            _remove(doors, spill, path, mark, stored=stored[path])
+        if claimed:
+            await asyncio.to_thread(spill.sync)
+        return result
 
 
 async def replay(
@@ -59,10 +73,12 @@ async def replay(
     `settled` is called for each, with False when its rollout was retired meanwhile.
     """
     with database.doors() as doors:
-        async with doors.kept(_OneAtATime):
-            for path in spill.waiting():
+        for path in spill.waiting():
+            with ExitStack() as claims:
                 try:
-                    mark = await asyncio.to_thread(spill.read, path)
+                    mark = await _claim(spill, path, claims, database.end_of_patience())
+                except StoreUnavailableError:
+                    raise
                 except OSError as exc:
                     LOGGER.error(
                         "a mark for %s waits on this host and cannot be read: %s", spill.address, exc
@@ -70,8 +86,33 @@ async def replay(
                     continue
                 if mark is not None:
                     stored = await doors.write(mark.settle_txn)
-                    await _remove(doors, spill, path, mark, stored=stored)
+                    _remove(doors, spill, path, mark, stored=stored)
                     settled(stored)
+        await asyncio.to_thread(spill.sync)
+
+
+async def _claim(spill: Spill, path: Path, claims: ExitStack, give_up: float) -> Mark | None:
+    pause = _FIRST_CLAIM_PAUSE
+    while True:
+        try:
+            return spill.claim(path, claims)
+        except BlockingIOError:
+            if asyncio.get_running_loop().time() + pause >= give_up:
+                raise StoreUnavailableError(
+                    f"a mark for {spill.address} waits on this host, and somebody else has not done with {path} yet"
+                ) from None
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_CLAIM_PAUSE)
+
+
+def _remove(doors: Doors, spill: Spill, path: Path, mark: Mark, *, stored: bool) -> None:
+    # Nothing is awaited between the commit and this, where a cancellation would leave the file.
+    spill.remove(path)
+    if stored:
+        doors.count("replayed_marks")
+        LOGGER.info("%s, which waited on this host, is in the database", mark)
+    else:
+        LOGGER.warning("%s waited on this host until the rollout was retired: it is discarded", mark)
 
 
 class Replayer:

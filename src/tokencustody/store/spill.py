@@ -10,19 +10,22 @@ nor password: every store of this host on the database finds the file, whoever i
 JSON with the mark, the address, and the SHA-256 of the line without that hash. It is written under a temporary name,
 synced and renamed, and then its folder is synced.
 
-A mark is removed when the transaction that holds it has committed, never before. Its event id makes it a no-op there
-when it was stored before, so any number of processes may replay a folder at once and die while they do. A file that is
-not what was written is renamed to `….corrupt`, and does not hinder the others.
+Who replays a mark first claims its file by a lock that ends with its process, and removes it when the transaction that
+holds the mark has committed. Its event id makes it a no-op there when it was stored before. So any number of processes
+may replay a folder at once, and die while they do. A file that is not what was written is renamed to `….corrupt`, and
+does not hinder the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +33,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from tokencustody.errors import StoreUnavailableError, TokenCaptureRetiredError
+from tokencustody.errors import TokenCaptureRetiredError
 from tokencustody.sql.tables import FailureKind, VersionEvent
 from tokencustody.sql.url import DatabaseUrl
 from tokencustody.store.fence import (
@@ -137,13 +140,23 @@ class Spill:
         """Return the marks that wait and those that were kept aside."""
         return _spilled_files(self.folder)
 
-    def read(self, path: Path) -> Mark | None:
-        """Return the mark of a file; None when it is gone, or when it was corrupt and is kept aside now."""
+    def claim(self, path: Path, claims: ExitStack) -> Mark | None:
+        """Return the mark of a file, which nobody else can claim until `claims` is closed.
+
+        None when it is gone, or when it was corrupt and is kept aside now. Raises BlockingIOError when somebody else
+        has claimed it, another OSError when it cannot be read.
+        """
         try:
-            data = _read(path)
+            descriptor = os.open(path, os.O_RDWR)
         except FileNotFoundError:
             return None
-        mark = _parsed(path.name, data, self.address)
+        claims.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A process that was forked meanwhile would go on holding it.
+        claims.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+        if not os.fstat(descriptor).st_nlink:  # removed before it was claimed
+            return None
+        mark = _parsed(path.name, os.read(descriptor, _LARGEST_FILE), self.address)
         if mark is None:
             self._set_aside(path)
         return mark
@@ -162,30 +175,17 @@ class Spill:
             kept,
         )
 
-    def marks_of(self, key: RolloutKey) -> dict[Path, Mark]:
-        """Return the marks of a rollout that wait, by their files. Raises StoreUnavailableError for a file that cannot
-        be read."""
+    def remove(self, path: Path) -> None:
+        """Remove the file of a mark that was claimed and is in the database."""
         try:
-            marks = {path: self.read(path) for path in self.waiting(key)}
-        except OSError as exc:
-            raise StoreUnavailableError(
-                f"a mark of rollout {key.rollout_id} of run {key.run} waits in {self.folder} and cannot be read: {exc}"
-            ) from exc
-        # The name holds but the beginning of a hash.
-        return {path: mark for path, mark in marks.items() if mark is not None and mark.key == key}
-
-    def remove(self, path: Path) -> bool:
-        """Remove the file of a mark that is in the database; return False when somebody else did."""
-        try:
-            path.unlink()
-            # Else it could come back after a power cut, and mark anew a rollout that was deleted meanwhile.
-            _sync(self.folder)
-        except FileNotFoundError:
-            return False
+            path.unlink(missing_ok=True)
         except OSError as exc:
             LOGGER.error("%s holds a mark that is in the database, and cannot be removed: %s", path, exc)
-            return False
-        return True
+
+    def sync(self) -> None:
+        """Make removals survive a power cut, after which a mark could come back to a rollout that was deleted."""
+        with contextlib.suppress(OSError):
+            _sync(self.folder)
 
 
 def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
@@ -239,7 +239,8 @@ def _rollout_hash(key: RolloutKey) -> str:
 
 
 def _short_hash(text: str, length: int) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:length]
+    # The path of a SQLite file need not be UTF-8.
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:length]
 
 
 def _content(mark: Mark, address: str) -> bytes:

@@ -1,0 +1,143 @@
+"""`tokencustody spill`: what waits on this host, and the way to bring it into its database."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tests.store.rows import rows_of
+from tokencustody import open_store
+from tokencustody.cli import main
+from tokencustody.sql import migrate, tables
+from tokencustody.sql.url import parse_url
+from tokencustody.store.fence import RolloutKey, Stamp
+from tokencustody.store.spill import Mark, Spill
+
+HOSTILE = "call \x1b[31m[bold]\u202e"
+
+
+class Ended:
+    """How a command ended."""
+
+    def __init__(self, code: object, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def spill(store_url: str, spill_folder: Path) -> Spill:
+    return Spill(spill_folder, parse_url(store_url))
+
+
+def keep(spill: Spill, call: str = "call-1", rollout: str = "rollout-1") -> Path:
+    stamp = Stamp.make(datetime.now(UTC), "test-writer")
+    return spill.keep(Mark(RolloutKey("run-1", rollout), call, stamp))
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Ended:
+    monkeypatch.setattr(sys, "argv", ["tokencustody", "spill", *arguments])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    return Ended(exited.value.code, *capsys.readouterr())
+
+
+def test_an_empty_spill_is_listed_as_empty_with_exit_code_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, spill_folder: Path
+) -> None:
+    ended = run(capsys, monkeypatch, "list")
+    assert (ended.code, ended.out, ended.err) == (0, f"no mark waits in {spill_folder}\n", "")
+    assert json.loads(run(capsys, monkeypatch, "list", "--json").out) == {
+        "folder": str(spill_folder),
+        "files": [],
+    }
+
+
+def test_what_waits_is_listed_with_exit_code_1_whatever_its_names_hold(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, spill: Spill
+) -> None:
+    first, corrupt = keep(spill, HOSTILE), keep(spill, "")
+    corrupt.write_bytes(b"torn")
+    shown = run(capsys, monkeypatch, "list")
+    assert (shown.code, shown.err) == (1, "")
+    assert "call \\x1b[31m[bold]\\u202e" in shown.out
+    assert "1 mark and 1 corrupt file in" in shown.out
+    listed = run(capsys, monkeypatch, "list", "--json")
+    assert listed.code == 1
+    mark, torn = json.loads(listed.out)["files"]
+    assert torn == {"file": str(corrupt), "corrupt": True}
+    expected = {
+        "file": str(first),
+        "corrupt": False,
+        "database": spill.address,
+        "run": "run-1",
+        "rollout_id": "rollout-1",
+        "model_call_id": HOSTILE,
+        "written_by": "test-writer",
+    }
+    assert {name: mark[name] for name in expected} == expected
+    assert datetime.fromisoformat(mark["at"]).tzinfo is not None
+
+
+def test_replaying_brings_every_run_into_the_database_and_says_what_was_discarded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill: Spill
+) -> None:
+    async def retire() -> None:
+        async with open_store(store_url, run="run-1") as store:
+            await store.source.retire(["retired"])
+
+    asyncio.run(retire())
+    for number in range(3):
+        keep(spill, f"call-{number}")
+    keep(spill, rollout="retired")
+    ended = run(capsys, monkeypatch, "replay", "--url", store_url, "--json")
+    assert ended.code == 0
+    assert json.loads(ended.out) == {"replayed": 3, "discarded": 1, "waiting": 0, "corrupt": 0}
+    marks = [row["model_call_id"] for row in asyncio.run(rows_of(store_url, tables.failures))]
+    assert marks == ["call-0", "call-1", "call-2"]
+    again = run(capsys, monkeypatch, "replay", "--url", store_url)
+    assert (again.code, again.out) == (0, f"{spill.address}: 0 marks replayed\n")
+
+
+def test_a_corrupt_file_is_replayed_past_and_ends_in_exit_code_1(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    store_url: str,
+    spill: Spill,
+) -> None:
+    migrate.upgrade(store_url)
+    torn = keep(spill)
+    torn.write_bytes(b"torn")
+    keep(spill)
+    ended = run(capsys, monkeypatch, "replay", "--url", store_url)
+    assert ended.code == 1
+    assert ended.out == f"{spill.address}: 1 mark replayed; 1 corrupt file in {spill.folder}\n"
+    assert f"{torn}.corrupt" in caplog.text
+
+
+def test_a_database_that_is_not_there_leaves_every_mark_where_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spill_folder: Path
+) -> None:
+    spill = Spill(spill_folder, parse_url(tmp_path / "missing.db"))
+    file = keep(spill)
+    ended = run(capsys, monkeypatch, "replay", "--url", str(tmp_path / "missing.db"))
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith("error: sqlite:///")
+    assert spill.waiting() == [file]
+    assert not (tmp_path / "missing.db").exists()
+
+
+def test_the_folder_can_be_named_and_must_be_when_the_environment_turns_the_spill_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOKENCUSTODY_SPILL", "")
+    refused = run(capsys, monkeypatch, "list")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--spill" in refused.err
+    keep(Spill(tmp_path / "named", parse_url(tmp_path / "some.db")))
+    named = run(capsys, monkeypatch, "list", "--spill", str(tmp_path / "named"), "--json")
+    assert (named.code, len(json.loads(named.out)["files"])) == (1, 1)
