@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,34 @@ async def test_a_rollout_that_is_deleted_is_not_opened_again_by_a_mark_that_wait
     assert spill.waiting() == []
 
 
+async def test_nothing_is_written_after_a_mark_that_somebody_else_is_replaying(
+    store_url: str, spill: Spill
+) -> None:
+    # Who has read a mark may store it at any time, also when its rollout has been deleted meanwhile.
+    async with open_store(store_url, run=RUN, deadline=SOON) as store:
+        await store.sink.put(make_entry())
+        path = spill.keep(make_mark())
+        with ExitStack() as claims:
+            assert spill.claim(path, claims) is not None
+            with pytest.raises(StoreUnavailableError, match="somebody else has not done with"):
+                await store.source.delete(["rollout-1"])
+        assert await store.source.delete(["rollout-1"]) == {"absent": [], "removed": ["rollout-1"]}
+        await replayed(store)
+    assert await rows_of(store_url, tables.fences) == []
+
+
+async def test_a_replay_that_fails_leaves_every_mark_where_it_is(outage: Outage, spill_folder: Path) -> None:
+    spill = Spill(spill_folder, parse_url(outage.url))
+    marks = [spill.keep(make_mark(f"call-{number}", seconds=number)) for number in range(3)]
+    async with outage.open() as store:
+        with outage.away(), pytest.raises(StoreUnavailableError):
+            await replay(store.sink._database, spill)
+        assert spill.waiting() == marks
+        with outage.away(), pytest.raises(StoreUnavailableError):
+            await store.source.freeze("rollout-1")
+        assert spill.waiting() == marks
+
+
 async def test_a_mark_that_waited_while_another_host_deleted_its_rollout_masks_what_uses_the_id(
     store_url: str, spill: Spill
 ) -> None:
@@ -234,6 +262,18 @@ async def test_a_mark_whose_rollout_was_retired_meanwhile_is_discarded_with_a_wa
     assert await events(store_url) == before
     assert spill.waiting() == []
     assert "call call-7 of rollout rollout-1 of run run-1 waited on this host" in caplog.text
+
+
+async def test_a_mark_that_a_fence_refuses_is_counted_once_and_not_kept(
+    store_url: str, spill_folder: Path
+) -> None:
+    async with open_store(store_url, run=RUN) as store:
+        await store.source.retire(["rollout-1"])
+        before = store.stats()["late_writes_refused"]
+        with pytest.raises(TokenCaptureRetiredError):
+            await store.sink.mark_incomplete("rollout-1")
+        assert store.stats()["late_writes_refused"] == before + 1
+    assert files_in(spill_folder) == []
 
 
 async def test_a_mark_that_was_stored_although_its_answer_was_lost_makes_one_version(

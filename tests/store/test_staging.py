@@ -333,7 +333,7 @@ def test_an_attachment_whose_row_was_damaged_is_a_named_error(
     with SqlStagingStore(sqlite_url) as staging:
         staging.stage(stage("b").snapshot, attachments={"text": b"x", "buffer": bytearray(b"xyz")})
         with sqlite3.connect(parse_url(sqlite_url).dsn) as file:
-            file.execute(f"UPDATE staged_attachments SET {change} WHERE name = '{name}'")  # noqa: S608
+            file.execute(f"UPDATE staged_attachments SET {change} WHERE name = '{name}'")
         file.close()
         with pytest.raises(CorruptEntryError, match=f"staged call b of rollout r: attachment '{name}'"):
             staging.fetch_attachments("r/b")
