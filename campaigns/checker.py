@@ -12,8 +12,8 @@ and only if a history fits in no other way, these are allowed, and counted in `R
 
 - A put, begin or freeze that overlaps a retire or a drop, and answers that the rollout is retired, may have taken
   effect before.
-- A write that overlaps a delete may have taken effect before the delete too, and so may a delete have itself. The same
-  for what is staged and unstaged.
+- A write that overlaps a delete may have taken effect before the delete too, and a delete that removed something may
+  have done so twice. The same for what is staged and unstaged.
 - A retire or delete that overlaps another removal may say that it removed the records, though the other one did; an
   unstage likewise.
 """
@@ -189,8 +189,8 @@ def _overlapping(event: Event, events: Sequence[Event], names: frozenset[str]) -
 
 
 def _may_echo(event: Event, events: Sequence[Event]) -> bool:
-    if event.name in READS:
-        return False
+    if event.name in READS or event.answers in ((Answer(ABSENT),), (Answer(False),)):
+        return event.name == "drop" and any(_overlapping(event, events, frozenset({"delete"})))
     if event.name in ("delete", "unstage"):
         return True
     deletes = frozenset({"unstage"} if event.name == "stage" else {"delete"})
