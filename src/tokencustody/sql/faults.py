@@ -78,6 +78,7 @@ SQLSTATES = {
     "57P01": Failure(Fault.LOST, Cause.SHUTDOWN),  # admin shutdown
     "57P02": Failure(Fault.LOST, Cause.SHUTDOWN),  # crash shutdown
     "57P03": Failure(Fault.LOST, Cause.SHUTDOWN),  # cannot connect now: starting up or shutting down
+    "25P03": Failure(Fault.LOST, Cause.SHUTDOWN),  # idle in transaction for longer than a deadline
     "25006": Failure(Fault.LOST, Cause.READ_ONLY),  # read-only transaction: a standby, as during a failover
     "53300": Failure(Fault.LOST, Cause.TOO_MANY_CONNECTIONS),
     "53": _UNAVAILABLE,  # out of disk, memory or configured limits
@@ -86,6 +87,8 @@ SQLSTATES = {
     "3D000": _UNAVAILABLE,  # no such database
     "42501": _UNAVAILABLE,  # insufficient privilege
     "42704": _UNAVAILABLE,  # no such setting, as for an unknown parameter of the URL
+    "26000": _UNAVAILABLE,  # no such prepared statement, as behind a pooler
+    "42P05": _UNAVAILABLE,  # a prepared statement of that name, as behind a pooler
     "57014": _UNAVAILABLE,  # statement timeout or cancel by an administrator
 }
 
@@ -143,6 +146,8 @@ def unavailable(
     wrapped = getattr(exc, "orig", None) or exc
     cause = refusal(wrapped) or wrapped.__cause__ or wrapped
     said = (str(cause).strip().splitlines() or [""])[0]
+    if getattr(cause, "sqlstate", None) in ("26000", "42P05"):
+        said += "; add statement_cache_size=0 to the URL, for a pooler in transaction mode keeps no prepared statements"
     return StoreUnavailableError(
         f"{url.display} is not available{after}: {type(cause).__name__}: {said}{hint}"
     )

@@ -8,6 +8,7 @@ a lock that was waited for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,7 +125,7 @@ def _engine(
             **cache,
         )
         try:
-            await _check_durability(connection, url)
+            await _prepare(connection, url, deadline)
         except BaseException:
             connection.terminate()
             raise
@@ -154,13 +155,25 @@ class _Driver(asyncpg.Connection):
         await super().close(timeout=timeout and _LONGEST_FAREWELL)
 
 
-async def _check_durability(connection: Any, url: DatabaseUrl) -> None:
+async def _prepare(connection: Any, url: DatabaseUrl, deadline: float) -> None:
+    """Check that commits are durable, and let the server end a transaction whose client fell silent.
+
+    Such a client, stopped or behind a cut network, would hold its rollout's fence until TCP gives up, after hours.
+    """
     # For each connection, because a role or database may have been altered since the last.
     settings = await connection.fetch(
-        "SELECT name, setting FROM pg_settings WHERE name IN ('synchronous_commit', 'fsync')"
+        "SELECT name, setting FROM pg_settings"
+        " WHERE name IN ('synchronous_commit', 'fsync', 'idle_in_transaction_session_timeout')"
     )
     for name, setting in settings:
         if setting == "off":
             raise DurabilityError(
                 f"{url.display} has {name}=off, so a crash loses acknowledged calls; set it to on"
             )
+        # A pooler in transaction mode would hand the setting to others.
+        if (
+            name == "idle_in_transaction_session_timeout"
+            and setting == "0"
+            and url.statement_cache_size is None
+        ):
+            await connection.execute(f"SET {name} = {max(1, math.ceil(1000 * deadline))}")
