@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     campaign = _campaign(options)
     (folder / _SETTINGS).write_text(json.dumps(vars(campaign)))
     try:
-        summary = _run(campaign, folder, console)
+        summary = _run(campaign, folder, console, keep=options.keep is not None)
     except BaseException:
         console.print(f"it did not come to its end; its files are in {folder}", soft_wrap=True)
         raise
@@ -126,7 +126,7 @@ def _folder(keep: Path | None) -> Path:
     return keep.resolve()
 
 
-def _run(campaign: Campaign, folder: Path, console: Console) -> Summary:
+def _run(campaign: Campaign, folder: Path, console: Console, *, keep: bool) -> Summary:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -143,7 +143,7 @@ def _run(campaign: Campaign, folder: Path, console: Console) -> Summary:
             said = ", ".join(f"{name} {count}" for name, count in sorted(struck.items()))
             bar.update(task, completed=begun, struck=said)
 
-        return driver.run(campaign, folder, progress)
+        return driver.run(campaign, folder, progress, keep=keep)
 
 
 def _print(console: Console, summary: Summary, *, as_json: bool) -> None:

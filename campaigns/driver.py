@@ -19,11 +19,12 @@ from typing import IO, Any, TypeVar
 
 from campaigns import worker
 from campaigns.board import Board
-from campaigns.checker import audit, check
+from campaigns.checker import Violation, audit, check
 from campaigns.history import HistoryWriter, Operation, Outcome, read_history
 from campaigns.report import Campaign, Summary
 from campaigns.setups import SETUPS, Setup
 from tokencustody.store.opening import open_store
+from tokencustody.store.spill import spilled_files
 
 RUN = "campaign"
 POINTS = ("before commit", "after commit, before acknowledgement", "inside a coalesced batch")
@@ -31,7 +32,7 @@ POINTS = ("before commit", "after commit, before acknowledgement", "inside a coa
 OWN_FAULTS = ("kill", "points")
 
 # A shared transaction of several calls is rarer than a commit.
-_RARITY = {"inside a coalesced batch": 4}
+_RARITY = {"inside a coalesced batch": 8}
 _PATIENCE = 60.0
 _TICK = 0.02
 
@@ -43,14 +44,16 @@ def known_faults(database: str) -> list[str]:
     return [*OWN_FAULTS, *SETUPS[database].fault_names()]
 
 
-def run(campaign: Campaign, folder: Path, progress: Callable[[int, Counter[str]], None]) -> Summary:
-    """Run a campaign, whose history and files go into the empty `folder`.
+def run(
+    campaign: Campaign, folder: Path, progress: Callable[[int, Counter[str]], None], *, keep: bool = False
+) -> Summary:
+    """Run a campaign, whose history and files go into the empty `folder`, and judge it.
 
-    `progress` is called often, with the operations begun and the faults so far.
+    `progress` is called often, with the operations begun and the faults so far. With `keep`, and when it did not pass,
+    a copy of the database is left in the folder.
     """
     summary = Summary(campaign)
     began = time.monotonic()
-    os.environ["TOKENCUSTODY_SPILL"] = str(folder / "spill")
     with SETUPS[campaign.database](folder, campaign.operations) as setup:
         with Board.create(
             folder / "board", operations=campaign.operations, rollouts=campaign.rollouts
@@ -58,10 +61,11 @@ def run(campaign: Campaign, folder: Path, progress: Callable[[int, Counter[str]]
             _Run(campaign, setup, folder, board, summary, progress).until_done()
             begun = board.begun
         summary.struck.update(setup.counts())
-        history = read_history(folder)
-        asyncio.run(_read_finally(setup.url, folder, begun, history))
-        summary.violations += audit(setup.url, RUN)
-    judge(folder, summary)
+        asyncio.run(_read_finally(setup.url, folder, begun, read_history(folder)))
+        summary.violations += audit(setup.url, RUN) + _marks_left(folder)
+        judge(folder, summary)
+        if keep or not summary.passed:
+            setup.keep_database()
     summary.seconds = time.monotonic() - began
     return summary
 
@@ -77,6 +81,7 @@ def judge(folder: Path, summary: Summary) -> None:
     report = check(history)
     summary.violations += report.violations
     summary.undecided += report.undecided
+    summary.allowed += report.allowed
 
 
 @dataclass
@@ -142,9 +147,10 @@ class _Run:
         self.lives[number] += 1
         name = f"w{number}.{self.lives[number]}"
         kill = None
-        if "points" in self.campaign.faults:
+        # Half of the workers die, and those have more tasks and one connection, so that calls gather.
+        is_to_die = number % 2 == 0
+        if is_to_die and "points" in self.campaign.faults:
             point = next(self.points)
-            # A death takes one life of a worker, of which there are several at a time.
             mean = max(1, self.campaign.kill_every // _RARITY.get(point, 1))
             kill = (point, self.rng.randint(1, mean))
         settings = worker.Settings(
@@ -153,8 +159,9 @@ class _Run:
             seed=self.campaign.seed,
             name=name,
             folder=str(self.folder),
-            tasks=self.campaign.tasks,
+            tasks=self.campaign.tasks * (2 if is_to_die else 1),
             deadline=self.campaign.deadline,
+            pool_size=1 if is_to_die else 2,
             kill=kill,
         )
         log = (self.folder / f"{name}.log").open("wb")
@@ -193,7 +200,6 @@ class _Run:
         stats = self.folder / f"{process.name}.stats"
         if stats.exists():
             self.summary.stats.update(json.loads(stats.read_text()))
-            self.summary.stats_of += 1
 
     def _strike(self) -> None:
         kind = next(self.kinds)
@@ -206,7 +212,9 @@ class _Run:
         struck = fault.strike(self.rng)
         self.summary.struck[kind] += 1 if struck is None else struck
         if fault.seconds is not None:
-            until = time.monotonic() + self.rng.uniform(*fault.seconds)
+            shortest, longest = fault.seconds
+            # Mostly short, so that most operations outlast it.
+            until = time.monotonic() + shortest + (longest - shortest) * self.rng.random() ** 3
             while (left := until - time.monotonic()) > 0:
                 self._wait(min(left, _TICK))
             fault.end()
@@ -230,12 +238,24 @@ async def _read_finally(url: str, folder: Path, rollouts: int, history: Sequence
         if operation.name == "stage":
             staged.setdefault(operation.rollout, set()).add(operation.arguments["call"])
     with HistoryWriter(folder / "final.jsonl", "final") as final:
-        async with open_store(url, run=RUN) as store:
+        async with open_store(url, run=RUN, spill=worker.spill_folder(folder)) as store:
             for rollout in [f"rollout-{number}" for number in range(1, rollouts + 1)]:
                 await _note(final, "manifest", rollout, {}, worker.manifest(store, rollout))
                 await _note(final, "freeze", rollout, {}, worker.freeze(store, rollout, {}))
                 for call in sorted(staged.get(rollout, ())):
                     await _note(final, "fetch", rollout, {"call": call}, worker.fetch(store, rollout, call))
+
+
+def _marks_left(folder: Path) -> list[Violation]:
+    """Return the spilled marks that reached no rollout though the database is there and every rollout was frozen."""
+    return [
+        Violation(
+            "spilled mark left",
+            file.mark.key.rollout_id if file.mark else "",
+            f"{file.path.name} still waits",
+        )
+        for file in spilled_files(worker.spill_folder(folder))
+    ]
 
 
 async def _note(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+import subprocess
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from campaigns.relay import ChaosRelay, Cut, Request
 from campaigns.servers import PostgresCluster
 from tokencustody.store.opening import open_store
 
+_DATABASE = "campaign"
 # What a campaign fills of its disk with each operation, generously, and from the start.
 _DISK_PER_OPERATION = 4 << 10
 _SMALLEST_DISK = 64 << 20
@@ -29,7 +31,7 @@ _SMALLEST_DISK = 64 << 20
 class Fault:
     """Something that happens to the database. `strike` may return how often it did at once.
 
-    One that lasts ends by `end`, after as many seconds as are drawn from `seconds`.
+    One that lasts ends by `end`, after a number of seconds between the two of `seconds`.
     """
 
     strike: Callable[[Random], int | None]
@@ -61,6 +63,10 @@ class Setup(ABC):
     def _bring_up(self, stack: contextlib.ExitStack) -> None:
         """Start everything and set `url` and `faults`."""
 
+    @abstractmethod
+    def keep_database(self) -> None:
+        """Copy the database into the folder, for whoever looks into a violation."""
+
     def counts(self) -> Counter[str]:
         """Return what was counted of the faults, beside how often they struck."""
         return Counter()
@@ -86,7 +92,7 @@ class Sqlite(Setup):
         return ["lock", "disk"] if os.getuid() == 0 else ["lock"]
 
     def _bring_up(self, stack: contextlib.ExitStack) -> None:
-        faults = {"lock": Fault(self._lock, (0.1, 4.0), self._unlock)}
+        faults = {"lock": Fault(self._lock, (0.1, 6.0), self._unlock)}
         folder = self._folder
         if "disk" in self.fault_names():
             disk = stack.enter_context(SmallDisk(_SMALLEST_DISK + self._operations * _DISK_PER_OPERATION))
@@ -99,6 +105,9 @@ class Sqlite(Setup):
         self._holder = sqlite3.connect(self._path, timeout=10.0, isolation_level=None)
         stack.callback(self._holder.close)
 
+    def keep_database(self) -> None:
+        self._holder.execute("VACUUM INTO ?", [str(self._folder / "kept.db")])
+
     def _lock(self, _rng: Random) -> None:
         self._holder.execute("BEGIN IMMEDIATE")
 
@@ -106,7 +115,29 @@ class Sqlite(Setup):
         self._holder.execute("ROLLBACK")
 
 
-class Postgresql(Setup):
+class _Server(Setup):
+    """A PostgreSQL server of the campaign's own."""
+
+    _cluster: PostgresCluster
+
+    def _start_server(self, stack: contextlib.ExitStack) -> str:
+        self._cluster = stack.enter_context(PostgresCluster())
+        return self._cluster.create_database(_DATABASE)
+
+    def _server_faults(self) -> dict[str, Fault]:
+        cluster = self._cluster
+        return {
+            "restart": Fault(lambda _: cluster.restart_immediate()),
+            "crash": Fault(lambda _: cluster.kill_postmaster(), (0.0, 1.5), cluster.start),
+            "terminate": Fault(cluster.terminate_sessions),
+        }
+
+    def keep_database(self) -> None:
+        url = self._cluster.url_of(_DATABASE)
+        subprocess.run(["pg_dump", "--file", str(self._folder / "kept.sql"), url], check=True)
+
+
+class Postgresql(_Server):
     """A server, behind a relay that loses connections."""
 
     name = "postgresql"
@@ -116,22 +147,21 @@ class Postgresql(Setup):
         return ["restart", "crash", "terminate", "reset", "cut", "black-hole"]
 
     def _bring_up(self, stack: contextlib.ExitStack) -> None:
-        cluster = stack.enter_context(PostgresCluster())
-        url = cluster.create_database("campaign")
-        relay = stack.enter_context(ChaosRelay("127.0.0.1", cluster.port))
+        url = self._start_server(stack)
+        relay = stack.enter_context(ChaosRelay("127.0.0.1", self._cluster.port))
         self._relay = relay
         self.url = relay.url(url)
-        self.faults = _server_faults(cluster) | {
+        self.faults = self._server_faults() | {
             "reset": Fault(lambda _: relay.reset_all()),
             "cut": Fault(lambda rng: relay.cut_next(rng.choice(list(Cut)), rng.choice(list(Request)))),
-            "black-hole": Fault(lambda _: relay.black_hole(), (0.2, 4.0), relay.heal),
+            "black-hole": Fault(lambda _: relay.black_hole(), (0.2, 6.0), relay.heal),
         }
 
     def counts(self) -> Counter[str]:
         return self._relay.counts
 
 
-class Pooled(Setup):
+class Pooled(_Server):
     """A server, behind PgBouncer in transaction mode with three connections."""
 
     name = "pgbouncer"
@@ -141,24 +171,15 @@ class Pooled(Setup):
         return ["restart", "crash", "terminate", "bouncer"]
 
     def _bring_up(self, stack: contextlib.ExitStack) -> None:
-        cluster = stack.enter_context(PostgresCluster())
-        cluster.create_database("campaign")
-        bouncer = stack.enter_context(PgBouncer(cluster, "campaign", pool_size=3))
+        self._start_server(stack)
+        bouncer = stack.enter_context(PgBouncer(self._cluster, _DATABASE, pool_size=3))
         self.url = bouncer.url
-        self.faults = _server_faults(cluster) | {
+        self.faults = self._server_faults() | {
             "bouncer": Fault(lambda _: bouncer.kill(), (0.0, 1.0), bouncer.start)
         }
 
 
 SETUPS: dict[str, type[Setup]] = {setup.name: setup for setup in (Sqlite, Postgresql, Pooled)}
-
-
-def _server_faults(cluster: PostgresCluster) -> dict[str, Fault]:
-    return {
-        "restart": Fault(lambda _: cluster.restart_immediate()),
-        "crash": Fault(lambda _: cluster.kill_postmaster(), (0.0, 1.5), cluster.start),
-        "terminate": Fault(cluster.terminate_sessions),
-    }
 
 
 def _fill(disk: SmallDisk) -> None:

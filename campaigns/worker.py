@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +41,7 @@ from tokencustody.store.opening import CaptureStore, open_store
 # Out of a hundred operations one is cancelled within so many seconds.
 _CANCELLED = 0.01
 _CANCELLED_WITHIN = 0.02
+_STATS_EVERY = 20
 
 Method = Callable[[], Awaitable[Any]]
 
@@ -63,8 +63,9 @@ class Settings:
     seed: int
     name: str
     folder: str
-    tasks: int = 4
-    deadline: float = 3.0
+    tasks: int
+    deadline: float
+    pool_size: int
     kill: tuple[str, int] | None = None
 
 
@@ -77,12 +78,15 @@ class Worker:
         self._store = store
         self._snapshots: dict[str, tuple[str, int]] = {}
         self._marking = asyncio.Lock()
+        self._stats = Path(settings.folder) / f"{settings.name}.stats"
+        self._done = 0
 
     async def run(self) -> None:
         """Work until the board hands out no more."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._settings.tasks):
                 tasks.create_task(self._work(f"{self._settings.name}-{number}"))
+        self._write_stats()
 
     async def _work(self, name: str) -> None:
         rng = Random(f"{self._settings.seed}/{name}")
@@ -92,6 +96,17 @@ class Worker:
                 step = choose_step(rng, rollout, turn.age)
                 patience = rng.uniform(0, _CANCELLED_WITHIN) if rng.random() < _CANCELLED else None
                 await self._perform(history, rollout.id, step, patience)
+                self._keep_stats()
+
+    def _keep_stats(self) -> None:
+        self._done += 1
+        if self._done % _STATS_EVERY == 0:
+            self._write_stats()
+
+    def _write_stats(self) -> None:
+        new = self._stats.with_suffix(".new")
+        new.write_text(json.dumps(self._store.stats()))
+        new.rename(self._stats)
 
     async def _perform(
         self, history: HistoryWriter, rollout: str, step: Step, patience: float | None
@@ -262,6 +277,11 @@ async def fetch(store: CaptureStore, rollout: str, call: str) -> str:
     return staged_id(snapshot)
 
 
+def spill_folder(folder: Path) -> Path:
+    """Return where a campaign's marks wait while its database is away."""
+    return folder / "spill"
+
+
 async def _removal(remove: Callable[[Sequence[str]], Awaitable[Any]], rollout: str) -> str:
     result = await remove([rollout])
     return "removed" if result["removed"] == [rollout] else "absent"
@@ -270,12 +290,15 @@ async def _removal(remove: Callable[[Sequence[str]], Awaitable[Any]], rollout: s
 def _kill_at(point: str, reached: int, note: Path) -> None:
     left = reached
 
+    def note_and_die() -> None:
+        note.write_text(point)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     async def kill() -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            note.write_text(point)
-            os.kill(os.getpid(), signal.SIGKILL)
+            note_and_die()
 
     FAULT_POINTS[point] = kill
 
@@ -292,11 +315,15 @@ async def _main(settings: Settings) -> None:
     folder = Path(settings.folder)
     if settings.kill is not None:
         _kill_at(*settings.kill, folder / f"{settings.name}.killed")
-    async with open_store(settings.url, run=settings.run, deadline=settings.deadline) as store:
+    async with open_store(
+        settings.url,
+        run=settings.run,
+        deadline=settings.deadline,
+        pool_size=settings.pool_size,
+        spill=spill_folder(folder),
+    ) as store:
         with Board(folder / "board") as board:
             await Worker(settings, board, store).run()
-        counted = Counter(store.stats()) + Counter(store.staging.stats())
-        (folder / f"{settings.name}.stats").write_text(json.dumps(counted))
 
 
 if __name__ == "__main__":
