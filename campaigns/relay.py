@@ -79,6 +79,7 @@ class ChaosRelay:
         self._passable = asyncio.Event()
         self._passable.set()
         self._healing: asyncio.TimerHandle | None = None
+        self._ending = False
         self.counts: Counter[str] = Counter()
         self.port = 0
 
@@ -90,14 +91,14 @@ class ChaosRelay:
 
     def __exit__(self, *exc_info: object) -> None:
         async def end() -> None:
+            self._ending = True
             self._server.close()
-            for connection in self._connections:
-                connection.reset()
             self._passable.set()
-            running = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            # Not cancelled, for the streams of Python 3.11 would log that as an error.
+            while running := asyncio.all_tasks() - {asyncio.current_task()}:
+                for connection in self._connections:
+                    connection.reset()
+                await asyncio.wait(running)
 
         self._run(end)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -158,6 +159,8 @@ class ChaosRelay:
         self.counts["connections"] += 1
         await self._passable.wait()
         try:
+            if self._ending:
+                raise ConnectionResetError
             server = await asyncio.open_connection(*self._target)
         except OSError:
             writer.transport.abort()
@@ -165,16 +168,17 @@ class ChaosRelay:
         connection = _Connection((reader, writer), server)
         self._connections.add(connection)
         try:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self._ask(connection))
-                    group.create_task(self._answer(connection))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._ask(connection))
+                group.create_task(self._answer(connection))
         except* (OSError, asyncio.IncompleteReadError):
             pass
         finally:
             self._connections.discard(connection)
             for _, each in (connection.client, connection.server):
                 each.close()
+                with contextlib.suppress(OSError):
+                    await each.wait_closed()
 
     async def _ask(self, connection: _Connection) -> None:
         (reader, _), (_, writer) = connection.client, connection.server

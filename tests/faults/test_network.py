@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from campaigns.relay import ChaosRelay, Cut, Request
 from tests.faults.methods import METHODS, Method, right_answer
 from tests.store.rows import rows_of
+from tests.support.entries import make_entry
 from tokencustody import CaptureStore, open_store
 from tokencustody.errors import StoreUnavailableError
 from tokencustody.sql import tables
@@ -87,3 +89,54 @@ async def unavailable(method: Method, store: CaptureStore, rollout: str) -> None
         return
     with pytest.raises(StoreUnavailableError):
         await method.call(store, rollout)
+
+
+async def test_a_writer_that_is_cut_off_holds_others_up_no_longer_than_its_deadline(
+    postgres_url: str, relay: ChaosRelay
+) -> None:
+    async with (
+        open_store(relay.url(postgres_url), deadline=1, spill=None) as cut_off,
+        open_store(postgres_url, deadline=10) as other,
+    ):
+        await cut_off.sink.mark_incomplete("rollout-1")
+        relay.black_hole_next(Cut.REQUEST, Request.COMMIT)
+        with pytest.raises(StoreUnavailableError):
+            await cut_off.sink.mark_incomplete("rollout-1")
+        # Its session still holds the rollout's lock, for the server has heard no farewell.
+        snapshot = await other.source.freeze("rollout-1")
+        assert snapshot.version == 2
+        relay.heal()
+        # Its COMMIT came too late.
+        assert await versions_of(postgres_url, "rollout-1") == [0, 1, 2]
+
+
+async def test_a_black_hole_that_ends_within_the_deadline_is_waited_for(
+    postgres_url: str, relay: ChaosRelay
+) -> None:
+    async with open_store(relay.url(postgres_url)) as store:
+        await store.sink.put(make_entry())
+        relay.black_hole(0.2)
+        await store.sink.put(make_entry(model_call_id="call-2"))
+        assert relay.counts["black_holes"] == 1
+        assert store.stats()["retries"] == 0
+
+
+async def test_puts_whose_connections_are_all_reset_again_and_again_lose_nothing(
+    postgres_url: str, relay: ChaosRelay
+) -> None:
+    async with open_store(relay.url(postgres_url)) as store:
+        done = 0
+
+        async def write(task: int) -> None:
+            nonlocal done
+            for number in range(20):
+                await store.sink.put(make_entry("rollout-1", f"call-{task}-{number}"))
+                done += 1
+                if done % 10 == 0:
+                    await asyncio.to_thread(relay.reset_all)
+
+        await asyncio.gather(*(write(task) for task in range(5)))
+        snapshot = await store.source.freeze("rollout-1")
+        assert len(snapshot.entries) == 100
+        assert not snapshot.incomplete
+        assert relay.counts["resets"] > 0
