@@ -6,6 +6,7 @@ explain the difference. That finds what is clearly wrong; the search finds the r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -95,6 +96,15 @@ class _History:
                 ):
                     yield first, second
 
+    def stored(self, *names: str) -> list[Operation]:
+        """Return what was stored for sure: a record that came after a retirement was discarded."""
+        return [
+            op
+            for op in self.ok(*names)
+            if not op.name.startswith("record")
+            or all(other.invoked_at > _end(op) for other in self._removals)
+        ]
+
     def contents(self, name: str, call: str) -> set[str]:
         """Return what was ever sent under a call id."""
         return {op.arguments[_CONTENTS[name]] for op in self.named(name) if op.arguments["call"] == call}
@@ -167,7 +177,7 @@ def _snapshot(history: _History) -> Broken:
 
 
 def _parent(history: _History) -> Broken:
-    written = history.named("put", "record")
+    written, stored = history.named("put", "record"), history.stored("put", "record")
     for read in history.ok("resolve"):
         asked = read.arguments["conversations"]
         answer = read.value
@@ -187,7 +197,7 @@ def _parent(history: _History) -> Broken:
             yield f"the tokens of parent {parent} are not those that were put", (read,)
         committed = [
             op
-            for op, _ in history.pairs([op for op in fitting if op.outcome is Outcome.OK], [read], kept=True)
+            for op, _ in history.pairs([op for op in fitting if op in stored], [read], kept=True)
             if len(history.contents(op.name, op.arguments["call"])) == 1
         ]
         complete = [op for op in committed if op.name == "put"]
@@ -195,7 +205,7 @@ def _parent(history: _History) -> Broken:
             yield "there was a parent that the request continues", (committed[0], read)
         if answer["kind"] == "ledger" and complete:
             yield "a complete record is asked before the ledger", (complete[0], read)
-        candidates = complete or committed
+        candidates = complete if answer["kind"] == "complete" else committed
         tokens = {op.arguments["tokens"] for op in candidates}
         if parent is not None and len(tokens) > 1:
             yield "the parent was guessed: calls with other tokens fit as well", (*candidates, read)
@@ -219,8 +229,8 @@ def _false_conflict(history: _History) -> Broken:
 
 def _swallowed_conflict(history: _History) -> Broken:
     for name, content in _CONTENTS.items():
-        written = history.ok(name)
-        for first, second in history.pairs(written, written, kept=name.startswith("record")):
+        written = history.stored(name)
+        for first, second in history.pairs(written, written):
             if (
                 first.arguments["call"] == second.arguments["call"]
                 and first.arguments[content] != second.arguments[content]
@@ -251,7 +261,10 @@ def _manifest(history: _History) -> Broken:
             if second.value[shown][: len(before)] != before:
                 yield f"the {shown} of a manifest are no longer those of an earlier one", (first, second)
     recorded = history.ok("record")
-    for first, second in history.pairs(recorded, recorded):
+    tried = Counter(op.arguments["call"] for op in history.named("record"))
+    # Of a call that was recorded several times it may have been another one that stored it.
+    once = [op for op in recorded if tried[op.arguments["call"]] == 1]
+    for first, second in history.pairs(recorded, once):
         for _, read in history.pairs([second], manifests):
             rows = [call for call, _ in read.value["records"]]
             calls = [first.arguments["call"], second.arguments["call"]]

@@ -76,7 +76,7 @@ def snapshot(
 
 def resolution(
     status: str,
-    reason: str | None = None,
+    reason: str | None = "",
     *,
     parent: str | None = None,
     tokens: str | None = None,
