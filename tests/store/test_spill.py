@@ -27,7 +27,7 @@ from tests.store.test_transactions import Points, connection_lost
 from tests.support.entries import make_entry
 from tests.support.machine import needs_mounts
 from tokencustody import CaptureStore, open_store
-from tokencustody.errors import StoreUnavailableError, TokenCaptureRetiredError
+from tokencustody.errors import InvalidRecordError, StoreUnavailableError, TokenCaptureRetiredError
 from tokencustody.sql import migrate, tables
 from tokencustody.sql.url import parse_url
 from tokencustody.store import replaying
@@ -533,6 +533,11 @@ def test_the_spill_lies_where_the_option_or_the_environment_says_else_in_the_sta
         monkeypatch.setenv(name, value.format(tmp_path))
     found = spill_root(option if option is None else option.format(tmp_path))
     assert found == (None if expected is None else tmp_path / expected)
+
+
+def test_a_spill_that_is_no_path_is_refused_when_a_store_is_made(sqlite_url: str) -> None:
+    with pytest.raises(InvalidRecordError, match="spill"):
+        open_store(sqlite_url, spill="a\0b")
 
 
 async def test_without_a_spill_the_caller_is_told_that_the_mark_is_not_stored(

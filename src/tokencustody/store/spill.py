@@ -33,7 +33,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from tokencustody.errors import TokenCaptureRetiredError
+from tokencustody.errors import InvalidRecordError, TokenCaptureRetiredError
 from tokencustody.sql.tables import FailureKind, VersionEvent
 from tokencustody.sql.url import DatabaseUrl
 from tokencustody.store.fence import (
@@ -192,13 +192,15 @@ def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
     """Return the folder that the option `spill` names, or None when it turns spilling off.
 
     The empty string stands for the default: TOKENCUSTODY_SPILL, where that is set and empty none, else
-    `tokencustody/spill` in the XDG state folder; none for a user without a home.
+    `tokencustody/spill` in the XDG state folder; none for a user without a home. Raises InvalidRecordError for no path.
     """
     if spill is None:
         return None
     named = os.fspath(spill) or os.environ.get(SPILL_VARIABLE)
     if named == "":
         return None
+    if named is not None and "\0" in named:
+        raise InvalidRecordError("spill must be a path, which has no NUL")
     try:
         if named is not None:
             return Path(named).expanduser().absolute()
