@@ -38,6 +38,8 @@ pidfile = {home}/pid
 logfile = {home}/log
 pool_mode = transaction
 default_pool_size = {pool_size}
+# Seconds until a server that was down is tried again.
+server_login_retry = 1
 """
 
 
