@@ -22,16 +22,20 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tokencustody import errors
+from tokencustody.audit import RolloutNotFoundError
 
 Result = TypeVar("Result")
 
 # Runs one case and returns what became of it. Raises Violation.
 Case = Callable[[random.Random], str]
 
-NAMED = tuple(
-    each
-    for each in vars(errors).values()
-    if isinstance(each, type) and issubclass(each, Exception) and each.__module__ == errors.__name__
+NAMED: tuple[type[Exception], ...] = (
+    RolloutNotFoundError,
+    *(
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, Exception) and each.__module__ == errors.__name__
+    ),
 )
 # What takes a value of the wrong type says so as Python does, beside the ValueError that the wire contract names.
 OF_VALUES = (ValueError, TypeError)

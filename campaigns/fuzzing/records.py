@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -200,7 +201,7 @@ def _matching(seed: str) -> Iterator[Case]:
                     (0, 7) if name.endswith("len") else ("call-1", entry.model_call_id, "0" * 64)
                 )
                 setattr(entry, name, rng.choice(others))
-            attempt(lambda entry=entry: lineage.add_entry(entry), (ValueError,))  # type: ignore[misc]
+            attempt(partial(lineage.add_entry, entry), (ValueError,))
         request = rng.choice(made).next_request()
         found, exc = attempt(lambda: lineage.resolve(request), (ValueError, LineageError))
         if found is not None and found.match is not None:
@@ -232,9 +233,7 @@ def _receipts(seed: str) -> Iterator[Case]:
             value = rng.choice((hostile(rng), None, "call-0", 1, "0" * 64, getattr(rng.choice(listed), name)))
             changed = {**dict(listed[index]), name: value}
             if listed is manifest:
-                made, _ = attempt(
-                    lambda changed=changed: records.CallRecord.model_validate(changed), (ValueError,)
-                )  # type: ignore[misc]
+                made, _ = attempt(partial(records.CallRecord.model_validate, changed), (ValueError,))
                 listed[index] = made or listed[index]
             else:
                 # Not validated, as when another implementation made it.
@@ -264,11 +263,8 @@ def _receipts(seed: str) -> Iterator[Case]:
 def _functions(seed: str) -> Iterator[Case]:
     """The pure functions of the wire contract with values of any type."""
     record = corpus.staged(random.Random(seed), "fuzz", 2)[1]
-    names = [name for name in digest.compute_staging_digest.__kwdefaults__ or ()]
     call = {
-        name: getattr(record, name)
-        for name in type(record).model_fields
-        if name not in ("digest", "extras") and name not in names
+        name: getattr(record, name) for name in type(record).model_fields if name not in ("digest", "extras")
     }
 
     def case(rng: random.Random) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from sqlalchemy import BigInteger, Boolean, Connection, Double, LargeBinary, SmallInteger, Table, text
+from sqlalchemy import BigInteger, Boolean, Connection, Double, LargeBinary, SmallInteger, text
 from sqlalchemy.exc import DBAPIError
 
 from campaigns.fuzzing import corpus
 from campaigns.fuzzing.cases import NAMED, Case, Violation, check_message
 from campaigns.fuzzing.mutations import mutated
+from campaigns.fuzzing.records import damaged_entry
+from campaigns.fuzzing.values import hostile, messages
 from tokencustody.audit import RolloutReader
 from tokencustody.sql import tables
 from tokencustody.store import CaptureStore, open_store
@@ -31,6 +33,7 @@ _TABLES = (
     tables.staged_calls,
     tables.staged_attachments,
 )
+NAMED_OR_TYPE: tuple[type[Exception], ...] = (*NAMED, TypeError)
 Operation = Callable[[], Awaitable[str]]
 
 
@@ -187,29 +190,92 @@ class Written:
         return ends
 
 
-def opened(url: str) -> Callable[[str], Any]:
-    """Return what prepares the target for one database, on the newest revision."""
+def edited(url: str) -> Callable[[str], AbstractContextManager[Case]]:
+    """Return what prepares the target of edited rows for a database on the newest revision."""
+    return _in_each_case(url, _edited)
+
+
+def putting(url: str) -> Callable[[str], AbstractContextManager[Case]]:
+    """Return what prepares the target of malformed arguments: nothing of what is refused is stored."""
+    return _in_each_case(url, _refused)
+
+
+def _in_each_case(
+    url: str, work: Callable[[CaptureStore, str, str, random.Random], Awaitable[str]]
+) -> Callable[[str], AbstractContextManager[Case]]:
+    async def in_store(seed: str, rng: random.Random) -> str:
+        run = f"fuzz-{rng.getrandbits(64):x}"
+        async with open_store(url, run=run, deadline=5, spill=None) as store:
+            return await work(store, url, seed, rng)
 
     @contextmanager
     def prepared(seed: str) -> Iterator[Case]:
-        def case(rng: random.Random) -> str:
-            return asyncio.run(_case(url, seed, rng))
-
-        yield case
+        yield lambda rng: asyncio.run(in_store(seed, rng))
 
     return prepared
 
 
-async def _case(url: str, seed: str, rng: random.Random) -> str:
+async def _refused(store: CaptureStore, _url: str, seed: str, rng: random.Random) -> str:
+    call = corpus.calls(random.Random(seed), ROLLOUT, 1)[0]
+    entry = damaged_entry(rng, call.entry.model_dump())
+    sink, source, lineage = store.sink, store.source, store.lineage
+    in_thread: Any = store.staging
+    value, items = hostile(rng), messages(rng)
+    calls: tuple[Callable[[], Awaitable[Any]], ...] = (
+        lambda: sink.put(entry or value),
+        lambda: sink.put(entry or value),
+        lambda: sink.put(entry or value),
+        lambda: sink.begin_call(value, "call"),
+        lambda: sink.begin_call(ROLLOUT, value),
+        lambda: sink.refuse_call(ROLLOUT, model_call_id="call", code=value),
+        lambda: sink.mark_incomplete(ROLLOUT, value),
+        lambda: source.drop(ROLLOUT, value, value),
+        lambda: source.retire(value),
+        lambda: source.delete([value]),
+        lambda: lineage.resolve(ROLLOUT, items),
+        lambda: lineage.resolve(ROLLOUT, value),
+        lambda: lineage.record(value),
+        lambda: lineage.record_failure(ROLLOUT, "call", value),
+        lambda: lineage.import_rows(ROLLOUT, [value]),
+        lambda: lineage.manifest(value),
+        lambda: asyncio.to_thread(in_thread.stage, value),
+        lambda: asyncio.to_thread(in_thread.fetch, value),
+        lambda: asyncio.to_thread(in_thread.delete, value),
+    )
+    chosen = rng.choice(calls)
+    try:
+        await chosen()
+    except NAMED_OR_TYPE as exc:
+        check_message(exc, corpus.secrets_of([call]))
+        if stored := await store.source._database.read(_count_rows(store.run)):
+            raise Violation(f"{type(exc).__name__}, and yet stored: {stored}") from exc
+        return type(exc).__name__
+    except Exception as exc:
+        raise Violation(f"an error without a name: {type(exc).__name__}: {str(exc)[:500]}") from exc
+    return "taken"
+
+
+def _count_rows(run: str) -> Callable[[Connection], dict[str, int]]:
+    def count(connection: Connection) -> dict[str, int]:
+        counts = {
+            table.name: connection.scalar(
+                text(f"SELECT count(*) FROM {table.name} WHERE run = :run"), {"run": run}
+            )
+            for table in _TABLES
+        }
+        return {name: rows for name, rows in counts.items() if rows}
+
+    return count
+
+
+async def _edited(store: CaptureStore, url: str, seed: str, rng: random.Random) -> str:
     written = Written(random.Random(seed))
-    async with open_store(url, run=f"fuzz-{rng.getrandbits(64):x}", deadline=5) as store:
-        await written.write(store)
-        edited = await _edit(store, rng)
-        ends = await written.attempt_all(written.reads(store, url))
-        ends += await written.attempt_all(written.writes(store))
-        # What an edited fence or call kept is let go with the database.
-    errors = sorted({end for end in ends if end.endswith(("Error", "False)"))})
-    return f"{edited}: {', '.join(errors) or 'no error'}"
+    await written.write(store)
+    edited = await _edit(store, rng)
+    ends = await written.attempt_all(written.reads(store, url))
+    ends += await written.attempt_all(written.writes(store))
+    errors = {"CorruptEntryError", "LineageError", "calls missing"} & set(ends)
+    return f"{edited}: {', '.join(sorted(errors)) or 'same values'}"
 
 
 async def _edit(store: CaptureStore, rng: random.Random) -> str:
@@ -247,7 +313,7 @@ def _other(rng: random.Random, column: Any, old: Any) -> Any:
         case LargeBinary():
             return rng.choice((None, b"", mutated(rng, bytes(old or b"null"))))
         case tables.UtcTime():
-            return old
+            return rng.choice(("2026-11/30", "", "0001-01-01 00:00:00.000000", None))
     texts = (
         "",
         "0" * 64,

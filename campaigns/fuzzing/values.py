@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import random
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
@@ -174,7 +175,7 @@ def _odd(rng: random.Random) -> Any:
 
 def _numpy_makers() -> tuple[Callable[[], Any], ...]:
     try:
-        import numpy as np
+        np: Any = importlib.import_module("numpy")
     except ImportError:
         return ()
     return (
