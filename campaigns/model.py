@@ -70,8 +70,10 @@ class Call(NamedTuple):
 class RolloutState(NamedTuple):
     """A rollout between two operations.
 
-    `snapshot_id` is None also when a freeze whose answer nobody got raised the fence. `records` and `failures` are the
-    ledger, in commit order. `snapshot_ids` are all that were ever handed out: they survive a delete.
+    `snapshot_id` is None also when a freeze whose answer nobody got raised the fence. `intents` are the refusal codes
+    by call, None where it dangles, without those that make no difference: where an entry has come or the rollout is
+    marked; a frozen rollout has one dangling intent for all. `records` and `failures` are the ledger, in commit order.
+    `snapshot_ids` are all that were ever handed out: they survive a delete.
     """
 
     fence: str = OPEN
@@ -88,9 +90,12 @@ class RolloutState(NamedTuple):
     @property
     def is_incomplete(self) -> bool:
         """Whether the rollout was marked, or an intent has neither entry nor refusal."""
-        return self.is_marked or any(
-            code is None and call not in self.calls for call, code in self.intents.items()
-        )
+        return self.is_marked or None in self.intents.values()
+
+    @property
+    def refusals(self) -> FrozenMap[str | None]:
+        """The intents that do not dangle."""
+        return FrozenMap({call: code for call, code in self.intents.items() if code is not None})
 
     @property
     def has_records(self) -> bool:
@@ -100,6 +105,10 @@ class RolloutState(NamedTuple):
     def advanced(self, **changes: Any) -> RolloutState:
         """Return the state at the next version."""
         return self._replace(version=self.version + 1, **changes)
+
+    def marked(self, **changes: Any) -> RolloutState:
+        """Return the state at the next version, incomplete."""
+        return self.advanced(is_marked=True, intents=self.refusals, **changes)
 
     def emptied(self, **changes: Any) -> RolloutState:
         """Return the state without its records."""
@@ -146,17 +155,20 @@ def _put(state: RolloutState, arguments: Arguments, _: Answer | None) -> tuple[R
     call = arguments["call"]
     held = state.calls.get(call)
     if held is None:
-        return state._replace(calls=state.calls.plus(call, Call.of(arguments))), _DONE
+        intents = state.intents
+        if intents.get(call, "") is None:
+            intents = FrozenMap({other: code for other, code in intents.items() if other != call})
+        return state._replace(calls=state.calls.plus(call, Call.of(arguments)), intents=intents), _DONE
     if held.payload == arguments["payload"]:
         return state, _DONE
-    return state.advanced(is_marked=True, conflicting=state.conflicting | {call}), _CONFLICT
+    return state.marked(conflicting=state.conflicting | {call}), _CONFLICT
 
 
 def _begin(state: RolloutState, arguments: Arguments, _: Answer | None) -> tuple[RolloutState, Answer]:
     if late := _late(state):
         return state, late
     call = arguments["call"]
-    if call in state.intents:
+    if call in state.intents or call in state.calls or state.is_marked:
         return state, _DONE
     return state._replace(intents=state.intents.plus(call, None)), _DONE
 
@@ -170,20 +182,21 @@ def _refuse(state: RolloutState, arguments: Arguments, _: Answer | None) -> tupl
         return state.advanced(intents=state.intents.plus(call, code)), _DONE
     if held == code:
         return state, _DONE
-    return state.advanced(is_marked=True), _CONFLICT
+    return state.marked(), _CONFLICT
 
 
 def _mark(state: RolloutState, _: Arguments, __: Answer | None) -> tuple[RolloutState, Answer]:
     if state.fence == RETIRED:
         return state, Answer(error=RETIRED_ERROR)
-    return state.advanced(is_marked=True), _DONE
+    return state.marked(), _DONE
 
 
 def _freeze(state: RolloutState, _: Arguments, given: Answer | None) -> tuple[RolloutState, Answer]:
     if state.fence == RETIRED:
         return state, Answer(error=RETIRED_ERROR)
     if state.fence == OPEN:
-        state = state.advanced(fence=FROZEN)
+        dangling = {"": None} if None in state.intents.values() else {}
+        state = state.advanced(fence=FROZEN, intents=FrozenMap({**state.refusals, **dangling}))
     if state.snapshot_id is None and given is not None and given.error is None:
         # New to everybody: what this answer says, unless that is the id of another snapshot.
         minted = given.value["snapshot_id"]
@@ -195,7 +208,7 @@ def _freeze(state: RolloutState, _: Arguments, given: Answer | None) -> tuple[Ro
             "version": state.version,
             "incomplete": state.is_incomplete,
             "calls": {call: held.payload for call, held in state.calls.items()},
-            "refusals": {call: code for call, code in state.intents.items() if code is not None},
+            "refusals": state.refusals,
         }
     )
 

@@ -63,7 +63,7 @@ def _freeze(state: RolloutState, _: Arguments, answer: Answer) -> bool:
         return False
     if state.is_marked and not shown["incomplete"]:
         return False
-    refusals = {call: code for call, code in state.intents.items() if code is not None}
+    refusals = state.refusals
     calls = {call: held.payload for call, held in state.calls.items()}
     if state.fence == FROZEN:
         is_that = state.snapshot_id in (None, shown["snapshot_id"])

@@ -7,8 +7,8 @@ loses an order:
 
 - An operation that fits and changes nothing is taken at once, unless it could have an effect after a delete: where an
   order takes it later, it can be taken now too.
-- An optional one is only taken right before an operation that would have fared otherwise without it. Where the two can
-  change places, the order with the optional one later is tried instead.
+- Optional ones are only taken right before an operation that would have fared otherwise without any of them. Where one
+  of them can as well come after it, that order is tried instead.
 - Of optional operations that are alike, the one that began first stands for all.
 """
 
@@ -94,8 +94,8 @@ class Found:
 class _Node(NamedTuple):
     done: int
     state: State
-    # The optional event that was taken last, and the state before it, while nothing has come after it.
-    last: int = -1
+    # The optional events that were taken since the last required one, and the state before them.
+    waiting: tuple[int, ...] = ()
     before: State | None = None
 
 
@@ -187,7 +187,7 @@ class _Search:
             is_idle = new is state and (
                 self._in_order[place].never_has_effect or not self._wipes[place] & ~done
             )
-            if node.last >= 0 and self._could_come_first(place, node, new):
+            if node.waiting and self._could_come_earlier(place, node, new):
                 if is_idle:
                     return  # the order that takes it first is tried for itself
                 continue
@@ -227,10 +227,11 @@ class _Search:
             if new is None or new is node.state:
                 continue
             # Two optional ones that can change places are taken in one order.
-            if node.last > place and self._could_come_first(place, node, new):
+            if node.waiting and node.waiting[-1] > place and self._could_come_first(place, node, new):
                 continue
             if self._is_hopeful(node.done | 1 << place, new, places):
-                yield _Node(node.done | 1 << place, new, place, node.state)
+                before = node.state if node.before is None else node.before
+                yield _Node(node.done | 1 << place, new, (*node.waiting, place), before)
 
     def _candidates(self, done: int) -> tuple[list[int], float]:
         """Return the required events that may come next, and when the first of them must have happened."""
@@ -248,13 +249,26 @@ class _Search:
             place += 1
         return places, latest
 
+    def _could_come_earlier(self, place: int, node: _Node, new: State) -> bool:
+        """Return whether a required event that led to `new` does not need one of the optional ones before it."""
+        for optional in node.waiting:
+            others = (other for other in node.waiting if other != optional)
+            without = self._replayed(node.before, (*others, place))
+            if without == new:
+                return True  # nothing is left of the optional one
+            if self._echoed[optional] != place and self._replayed(without, (optional,)) == new:
+                return True
+        return False
+
     def _could_come_first(self, place: int, node: _Node, new: State) -> bool:
-        """Return whether an event that led to `new` could change places with the optional one before it."""
-        if self._echoed[node.last] == place:
-            return False
-        assert node.before is not None
-        first = self._in_order[place].after(node.before)
-        return first is not None and self._in_order[node.last].after(first) == new
+        """Return whether an optional event that led to `new` could change places with the one before it."""
+        return self._replayed(node.before, (*node.waiting[:-1], place, node.waiting[-1])) == new
+
+    def _replayed(self, state: State | None, places: Sequence[int]) -> State | None:
+        for place in places:
+            if state is not None:
+                state = self._in_order[place].after(state)
+        return state
 
     def _found(self, verdict: Verdict, visited: int, path: list[_Node]) -> Found:
         events = (*self._required, *self._optional)
