@@ -142,12 +142,15 @@ def test_another_address_can_be_named(sqlite_url: str) -> None:
     assert answer.status_code == 200
 
 
-def test_nothing_is_served_besides_the_control_routes_and_health(sqlite_url: str) -> None:
+def test_nothing_is_served_besides_the_control_routes_health_and_metrics(sqlite_url: str) -> None:
     with served(sqlite_url) as (_, url), httpx.Client(base_url=url, trust_env=False) as client:
         assert client.get(manifest_path("r")).status_code == 401
+        assert client.get("/metrics").status_code == 401
+        metrics = client.get("/metrics", headers=AUTH)
         healthy = client.get("/healthz")
         elsewhere = [client.get(path).status_code for path in ("/", "/docs", "/redoc", "/openapi.json")]
     assert (healthy.status_code, healthy.json()) == (200, {"status": "ok"})
+    assert "tokencustody_transactions_total" in metrics.text
     assert elsewhere == [404] * 4
 
 

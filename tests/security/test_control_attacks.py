@@ -9,7 +9,6 @@ import json
 import logging
 import random
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -43,7 +42,7 @@ def request(
     return head + b"".join(header + b"\r\n" for header in headers) + b"\r\n" + body
 
 
-FIGURES = none_counted() | Counter(transactions=7)
+FIGURES = dict(none_counted(), transactions=7)
 GOOD = request("GET", manifest_path("r"))
 
 

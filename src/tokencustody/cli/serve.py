@@ -34,7 +34,7 @@ def serve(
     """Serve manifests, and retiring and deleting rollouts, over HTTP to whoever has the token.
 
     Prints one line when ready, and stops on SIGTERM or SIGINT once running requests are answered. GET /healthz tells
-    without a token whether the database answers.
+    without a token whether the database answers; GET /metrics, with it, what this process counted, for Prometheus.
     """
     auth_token = os.environ.get(auth_token_env, "")
     if not auth_token:

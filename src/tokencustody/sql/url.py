@@ -14,11 +14,13 @@ to asyncpg: name the file of the system's authorities.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from tokencustody.errors import InvalidRecordError
 
@@ -94,26 +96,24 @@ def _sqlite(path: str) -> DatabaseUrl:
     if not path or ":memory:" in path:
         raise InvalidRecordError("custody needs a SQLite file that outlives the process: give a path")
     # Resolved now, because a worker may change its directory before it first connects.
-    absolute = str(Path(path).expanduser().absolute())
+    try:
+        absolute = str(Path(path).expanduser().absolute())
+    except RuntimeError:
+        raise InvalidRecordError(f"{path!r} begins with the home of a user who is not known here") from None
     return DatabaseUrl("sqlite", absolute, f"sqlite:///{absolute}")
 
 
 def _postgresql(url: str) -> DatabaseUrl:
-    try:
-        parts = urlsplit(url)
-        if parts.fragment or "@" in parts.path + parts.query or parts.netloc.count("@") > 1:
-            raise ValueError  # a password with one of / ? # @ that is not percent-encoded
-        query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-        port = parts.port if "," not in parts.netloc else None
-        connect_timeout = float(query["connect_timeout"]) if "connect_timeout" in query else None
-        cache = query.pop("statement_cache_size", query.pop("prepared_statement_cache_size", None))
-        statement_cache_size = None if cache is None else int(cache)
-    except ValueError:
-        # The parser's own message may quote the part that holds the password.
+    read = None
+    with contextlib.suppress(ValueError):
+        read = _read_postgresql(url)
+    if read is None:
+        # Not from the parser's own error, which may quote the part that holds the password.
         raise InvalidRecordError(
             "the PostgreSQL URL is malformed; use postgresql://user@host:port/database?sslmode=… and write "
             "/ ? # @ in a password as %2F %3F %23 %40"
-        ) from None
+        )
+    parts, query, port, connect_timeout, statement_cache_size = read
     if query.get("sslmode", "prefer") not in _SSL_MODES:
         raise InvalidRecordError(f"sslmode must be one of {', '.join(_SSL_MODES)}")
     if query.get("sslrootcert") == "system":
@@ -140,7 +140,10 @@ def _postgresql(url: str) -> DatabaseUrl:
     shown_port = query.get("port") or (str(port) if port else os.environ.get("PGPORT", "5432"))
     user = unquote(userinfo.partition(":")[0]) or query.get("user", "")
     location = f"host={host}" if host.startswith("/") else ""
-    display = f"postgresql://{user + '@' if user else ''}{'' if location else host}:{shown_port}/{database}"
+    place = "" if location else host
+    if "," not in parts.netloc:  # several hosts have their ports beside them
+        place += f":{shown_port}"
+    display = f"postgresql://{user + '@' if user else ''}{place}/{database}"
     return DatabaseUrl(
         "postgresql",
         dsn,
@@ -148,3 +151,26 @@ def _postgresql(url: str) -> DatabaseUrl:
         connect_timeout,
         statement_cache_size,
     )
+
+
+def _read_postgresql(url: str) -> tuple[SplitResult, dict[str, str], int | None, float | None, int | None]:
+    """Return the parts of a URL, its parameters, and those of them that are numbers. ValueError if one is malformed."""
+    parts = urlsplit(url)
+    if parts.fragment or "@" in parts.path + parts.query or parts.netloc.count("@") > 1:
+        raise ValueError  # a password with one of / ? # @ that is not percent-encoded
+    query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    places = [urlsplit(f"//{place}") for place in parts.netloc.rpartition("@")[2].split(",")]
+    ports = [place.port for place in places]
+    port = ports[0] if len(ports) == 1 else None
+    for host in [*(place.hostname or "" for place in places), *query.get("host", "").split(",")]:
+        if not host.startswith("/"):
+            host.encode("idna")
+    for each in query.get("port", "").split(","):
+        if each and not 0 <= int(each) <= 65_535:
+            raise ValueError
+    connect_timeout = float(query["connect_timeout"]) if "connect_timeout" in query else None
+    cache = query.pop("statement_cache_size", query.pop("prepared_statement_cache_size", None))
+    statement_cache_size = None if cache is None else int(cache)
+    if not 0 <= (connect_timeout or 0) < math.inf or (statement_cache_size or 0) < 0:
+        raise ValueError
+    return parts, query, port, connect_timeout, statement_cache_size
