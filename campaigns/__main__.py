@@ -135,13 +135,12 @@ def _run(campaign: Campaign, folder: Path, console: Console, *, keep: bool) -> S
         TextColumn("{task.fields[struck]}"),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(
-            f"{campaign.database}, seed {campaign.seed}", total=campaign.operations, struck=""
-        )
+        task = bar.add_task("", total=campaign.operations, struck="")
 
-        def progress(begun: int, struck: Counter[str]) -> None:
+        def progress(doing: str, done: int, of: int, struck: Counter[str]) -> None:
             said = ", ".join(f"{name} {count}" for name, count in sorted(struck.items()))
-            bar.update(task, completed=begun, struck=said)
+            doing = f"{campaign.database}, seed {campaign.seed}: {doing}"
+            bar.update(task, description=doing, completed=done, total=of, struck=said)
 
         return driver.run(campaign, folder, progress, keep=keep)
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -37,6 +37,8 @@ _PATIENCE = 60.0
 _TICK = 0.02
 
 Item = TypeVar("Item")
+# What is being done, how much of it is done, of how much, and the faults so far.
+Progress = Callable[[str, int, int, Counter[str]], None]
 
 
 def known_faults(database: str) -> list[str]:
@@ -44,13 +46,14 @@ def known_faults(database: str) -> list[str]:
     return [*OWN_FAULTS, *SETUPS[database].fault_names()]
 
 
-def run(
-    campaign: Campaign, folder: Path, progress: Callable[[int, Counter[str]], None], *, keep: bool = False
-) -> Summary:
+def no_progress(_doing: str, _done: int, _of: int, _struck: Counter[str]) -> None:
+    """Tell nobody."""
+
+
+def run(campaign: Campaign, folder: Path, progress: Progress = no_progress, *, keep: bool = False) -> Summary:
     """Run a campaign, whose history and files go into the empty `folder`, and judge it.
 
-    `progress` is called often, with the operations begun and the faults so far. With `keep`, and when it did not pass,
-    a copy of the database is left in the folder.
+    With `keep`, and when it did not pass, a copy of the database is left in the folder.
     """
     summary = Summary(campaign)
     began = time.monotonic()
@@ -61,16 +64,21 @@ def run(
             _Run(campaign, setup, folder, board, summary, progress).until_done()
             begun = board.begun
         summary.struck.update(setup.counts())
-        asyncio.run(_read_finally(setup.url, folder, begun, read_history(folder)))
+        staged = _staged_calls(read_history(folder))
+
+        def reading(done: int) -> None:
+            progress("reading", done, begun, summary.struck)
+
+        asyncio.run(_read_finally(setup.url, folder, begun, staged, reading))
         summary.violations += audit(setup.url, RUN) + _marks_left(folder)
-        judge(folder, summary)
+        judge(folder, summary, progress)
         if keep or not summary.passed:
             setup.keep_database()
     summary.seconds = time.monotonic() - began
     return summary
 
 
-def judge(folder: Path, summary: Summary) -> None:
+def judge(folder: Path, summary: Summary, progress: Progress = no_progress) -> None:
     """Check the history that lies in a folder, and count it."""
     history = read_history(folder)
     for operation in history:
@@ -78,7 +86,7 @@ def judge(folder: Path, summary: Summary) -> None:
         if operation.outcome is Outcome.ERROR:
             summary.errors[str(operation.error)] += 1
     summary.rollouts = len({operation.rollout for operation in history})
-    report = check(history)
+    report = check(history, progress=lambda done, of: progress("checking", done, of, summary.struck))
     summary.violations += report.violations
     summary.undecided += report.undecided
     summary.allowed += report.allowed
@@ -103,7 +111,7 @@ class _Run:
     folder: Path
     board: Board
     summary: Summary
-    progress: Callable[[int, Counter[str]], None]
+    progress: Progress
     lives: Counter[int] = field(default_factory=Counter)
     is_over: bool = False
 
@@ -124,7 +132,7 @@ class _Run:
                 self._start(number)
             while self.board.taken < campaign.operations and time.monotonic() < give_up:
                 self._wait(_TICK)
-                self.progress(self.board.taken, self.summary.struck)
+                self.progress("working", self.board.taken, campaign.operations, self.summary.struck)
                 if self.board.taken >= next_fault and any(name != "points" for name in campaign.faults):
                     self._strike()
                     next_fault = self.board.taken + self._pause()
@@ -231,19 +239,28 @@ def _shuffled(rng: Random, items: Sequence[Item]) -> Iterator[Item]:
         yield from rng.sample(items, len(items))
 
 
-async def _read_finally(url: str, folder: Path, rollouts: int, history: Sequence[Operation]) -> None:
-    """Append what every rollout holds now, so that whatever was acknowledged must show."""
+def _staged_calls(history: Sequence[Operation]) -> dict[str, set[str]]:
+    """Return the ids of the calls that workers tried to stage, by rollout."""
     staged: dict[str, set[str]] = {}
     for operation in history:
         if operation.name == "stage":
             staged.setdefault(operation.rollout, set()).add(operation.arguments["call"])
+    return staged
+
+
+async def _read_finally(
+    url: str, folder: Path, rollouts: int, staged: Mapping[str, set[str]], progress: Callable[[int], None]
+) -> None:
+    """Append what every rollout holds now, so that whatever was acknowledged must show."""
     with HistoryWriter(folder / "final.jsonl", "final") as final:
         async with open_store(url, run=RUN, spill=worker.spill_folder(folder)) as store:
-            for rollout in [f"rollout-{number}" for number in range(1, rollouts + 1)]:
+            for number in range(1, rollouts + 1):
+                rollout = f"rollout-{number}"
                 await _note(final, "manifest", rollout, {}, worker.manifest(store, rollout))
                 await _note(final, "freeze", rollout, {}, worker.freeze(store, rollout, {}))
                 for call in sorted(staged.get(rollout, ())):
                     await _note(final, "fetch", rollout, {"call": call}, worker.fetch(store, rollout, call))
+                progress(number)
 
 
 def _marks_left(folder: Path) -> list[Violation]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import json
 import logging
 import os
@@ -330,6 +331,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m campaigns.worker", description=__doc__)
     parser.add_argument("settings", type=json.loads, help="the fields of Settings, as JSON")
     _end_with_parent()
+    # A driver that has lost its patience with a worker sends SIGABRT.
+    faulthandler.enable()
     # Losses that a campaign brings about are no news.
     logging.disable(logging.WARNING)
     asyncio.run(_main(Settings(**parser.parse_args().settings)))

@@ -15,7 +15,7 @@ _POINTS = {"before commit", "after commit, before acknowledgement", "inside a co
 
 def _run(database: str, folder: Path, faults: list[str], **options: int) -> Summary:
     campaign = Campaign(database=database, faults=["kill", "points", *faults], **options)  # type: ignore[arg-type]
-    summary = driver.run(campaign, folder, lambda begun, struck: None)
+    summary = driver.run(campaign, folder)
     assert summary.passed, summary.as_json()
     return summary
 
