@@ -605,6 +605,23 @@ async def test_a_store_that_is_closed_while_the_database_is_away_ends_at_once_an
     assert "tokencustody spill replay" in said
 
 
+async def test_a_store_that_is_closed_while_a_replay_gets_no_answer_ends_before_its_deadline(
+    outage: Outage, spill_folder: Path
+) -> None:
+    spill = Spill(spill_folder, parse_url(outage.url))
+    spill.keep(make_mark())
+    with outage.away():
+        store = outage.open(deadline=60)
+        using = asyncio.create_task(store.sink.begin_call("rollout-1", "call-1"))
+        await asyncio.sleep(0)
+        using.cancel()
+        assert [task for task in asyncio.all_tasks() if task.get_name() == "tokencustody spill"]
+        async with asyncio.timeout(10):
+            await store.close()
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "tokencustody spill"]
+    assert len(spill.waiting()) == 1
+
+
 async def test_a_caller_that_is_cancelled_while_its_mark_is_being_kept_leaves_a_whole_mark_or_none(
     outage: Outage, store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,8 +47,7 @@ async def write_after_marks(
                     f"a mark of rollout {key.rollout_id} of run {key.run} waits on this host and must come first, but "
                     f"cannot be read: {exc}"
                 ) from exc
-            # The name holds but the beginning of a hash.
-            if mark is not None and mark.key == key:
+            if mark is not None:
                 claimed[path] = mark
         stored: dict[Path, bool] = {}
 
