@@ -1,0 +1,265 @@
+"""Processes that share a file or a server: forked at any moment, spawned, killed, or two hundred at once."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from tests.store.rows import rows_of
+from tests.store.test_staging_concurrency import in_a_fork
+from tests.store.test_transactions import put_in_a_spawned_process
+from tests.support.entries import make_entry
+from tokencustody import CaptureStore, SqlTokenSink, open_store
+from tokencustody.errors import StoreUnavailableError
+from tokencustody.sql import migrate, sqlite, tables
+from tokencustody.sql.faults import FAULT_POINTS
+from tokencustody.store import portal
+
+Points = dict[str, Callable[[], Awaitable[None]]]
+
+
+@pytest.fixture
+def faults() -> Iterator[Points]:
+    """The table of fault points, empty again afterwards."""
+    yield FAULT_POINTS
+    FAULT_POINTS.clear()
+
+
+async def calls_of(store: CaptureStore) -> set[str]:
+    return {entry.model_call_id for entry in (await store.source.freeze("rollout-1")).entries}
+
+
+def put_and_close(store: CaptureStore, call: str) -> None:
+    """Put a call through an inherited store, in a loop of this process."""
+
+    async def put() -> None:
+        async with store:
+            await store.sink.put(make_entry(model_call_id=call))
+
+    asyncio.run(put())
+
+
+# Forks.
+
+
+def fork_in_a_thread(child: Callable[[], None]) -> asyncio.Future[int | None]:
+    """Fork in a thread of its own, not in one of a pool, which the end of the child would wait for."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int | None] = loop.create_future()
+
+    def fork() -> None:
+        loop.call_soon_threadsafe(ended.set_result, in_a_fork(child))
+
+    threading.Thread(target=fork).start()
+    return ended
+
+
+async def test_a_fork_in_the_loops_own_thread_while_calls_are_in_flight_gives_both_a_store_that_works(
+    store_url: str,
+) -> None:
+    async with open_store(store_url) as store:
+        await store.sink.put(make_entry(model_call_id="first"))
+        puts = [
+            asyncio.create_task(store.sink.put(make_entry(model_call_id=f"call-{number}")))
+            for number in range(8)
+        ]
+        for number in range(3):
+            await asyncio.sleep(0)
+            assert in_a_fork(partial(put_and_close, store, f"child-{number}")) == 0
+        await asyncio.gather(*puts)
+        await store.sink.put(make_entry(model_call_id="last"))
+        children = {f"child-{number}" for number in range(3)}
+        assert (
+            await calls_of(store) == {"first", "last", *(f"call-{number}" for number in range(8))} | children
+        )
+
+
+async def test_a_fork_of_another_thread_waits_for_the_transaction_of_a_file_and_inherits_no_lock(
+    sqlite_url: str, faults: Points
+) -> None:
+    async with open_store(sqlite_url) as store:
+        await store.sink.put(make_entry(model_call_id="first"))
+        order: list[str] = []
+        inside, go_on = asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            faults.clear()
+            inside.set()
+            await go_on.wait()
+
+        faults["before commit"] = hold
+        put = asyncio.create_task(store.sink.put(make_entry()))
+        await inside.wait()
+        forking = fork_in_a_thread(partial(put_and_close, store, "child"))
+        while not sqlite._forking.locked():  # noqa: ASYNC110 - the thread that forks tells nobody
+            await asyncio.sleep(0)
+        order.append("fork begins")
+        put.add_done_callback(lambda _: order.append("put ends"))
+        go_on.set()
+        await put
+        assert await forking == 0
+        assert order == ["fork begins", "put ends"]
+        assert await calls_of(store) == {"first", "call-1", "child"}
+
+
+async def test_a_fork_while_a_transaction_of_a_server_goes_on_disturbs_neither(
+    postgres_url: str, faults: Points
+) -> None:
+    async with open_store(postgres_url) as store:
+        await store.sink.put(make_entry(model_call_id="first"))
+        inside, go_on = asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            faults.clear()
+            inside.set()
+            await go_on.wait()
+
+        faults["before commit"] = hold
+        put = asyncio.create_task(store.sink.put(make_entry()))
+        await inside.wait()
+        forked = await fork_in_a_thread(partial(put_and_close, store, "child"))
+        assert forked == 0
+        assert not put.done()
+        go_on.set()
+        await put
+        assert await calls_of(store) == {"first", "call-1", "child"}
+
+
+async def test_a_fork_while_a_file_is_created_waits_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    look = migrate._stored
+
+    def look_and_wait(*arguments: object) -> object:
+        monkeypatch.undo()
+        inside.set()
+        go_on.wait(30)
+        return look(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(migrate, "_stored", look_and_wait)
+    async with open_store(tmp_path / "parent.db") as store, open_store(tmp_path / "child.db") as other:
+        put = asyncio.create_task(store.sink.put(make_entry()))
+        assert await asyncio.to_thread(inside.wait, 30)
+
+        def in_the_child() -> None:
+            put_and_close(other, "child")
+            put_and_close(store, "child")
+
+        forking = fork_in_a_thread(in_the_child)
+        while not portal._forking.locked():  # noqa: ASYNC110 - the thread that forks tells nobody
+            await asyncio.sleep(0)
+        go_on.set()
+        assert await forking == 0
+        await put
+        assert await calls_of(store) == {"call-1", "child"}
+        assert await calls_of(other) == {"child"}
+
+
+FORK_AND_END = """
+import os, sys
+from tests.support.staged import stage
+from tokencustody import SqlStagingStore
+
+staging = SqlStagingStore(sys.argv[1])
+assert staging.stage(stage("first").snapshot).ok
+child = os.fork()
+if not child:
+    sys.exit(0)  # with every finalizer of the interpreter
+assert os.waitpid(child, 0)[1] == 0
+assert staging.stage(stage("last").snapshot).ok
+assert len(staging.fetch(["r/first", "r/last"])) == 2
+staging.close()
+"""
+
+
+def test_a_forked_process_that_ends_without_using_the_store_takes_nothing_from_its_parent(
+    store_url: str,
+) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORK_AND_END, store_url]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+async def test_a_fork_server_makes_the_store_from_its_arguments(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        await store.sink.put(make_entry(model_call_id="parent"))
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(
+            target=put_in_a_spawned_process, args=(partial(SqlTokenSink, url=store_url),)
+        )
+        process.start()
+        await asyncio.to_thread(process.join, 60)
+        assert process.exitcode == 0
+        assert await calls_of(store) == {"parent", "child"}
+
+
+# Deaths.
+
+
+async def test_a_process_that_is_killed_while_it_holds_the_writer_blocks_nobody_and_leaves_no_row(
+    store_url: str, faults: Points
+) -> None:
+    async with open_store(store_url, deadline=10) as store:
+        await store.sink.put(make_entry(model_call_id="first"))
+
+        async def die() -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def child() -> None:
+            faults["before commit"] = die
+            put_and_close(store, "killed")
+
+        assert in_a_fork(child) == -signal.SIGKILL
+        await store.sink.put(make_entry(model_call_id="last"))
+        assert await calls_of(store) == {"first", "last"}
+
+
+# Many.
+
+
+async def test_two_hundred_processes_at_once_all_put_their_call(store_url: str) -> None:
+    """On SQLite into a file that none of them finds there; on PostgreSQL through half as many connections."""
+    command = [sys.executable, "-m", "tests.faults.many_processes", store_url, "200"]
+    ended = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("200 ok, 200 ended"), ended.stdout
+    cause = "retries_lock" if store_url.startswith("sqlite") else "retries_too_many_connections"
+    assert cause in ended.stdout, ended.stdout
+    assert len(await rows_of(store_url, tables.entries)) == 200
+
+
+async def test_a_server_without_a_free_connection_is_unavailable_at_the_deadline_and_says_so(
+    postgres_url: str,
+) -> None:
+    admin = await asyncpg.connect(postgres_url)
+    role = f"limited_{os.getpid()}"
+    await admin.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'secret' CONNECTION LIMIT 1")
+    await admin.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
+    limited = f"postgresql://{role}:secret@{postgres_url.partition('@')[2]}"
+    holder = await asyncpg.connect(limited)
+    try:
+        async with open_store(limited, deadline=0.5) as store:
+            with pytest.raises(StoreUnavailableError, match="too many connections"):
+                await store.sink.put(make_entry())
+            assert store.stats()["retries_too_many_connections"] > 0
+            await holder.close()
+            await store.sink.put(make_entry())
+            assert await calls_of(store) == {"call-1"}
+    finally:
+        await holder.close()
+        await admin.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+        await admin.close()
