@@ -15,7 +15,7 @@ loses an order:
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from math import inf
@@ -24,9 +24,9 @@ from typing import NamedTuple
 from campaigns.model import CONFLICT_ERROR, OPERATIONS, READS, Answer, Arguments, RolloutState, State
 from campaigns.outlook import can_still_answer
 
-DEFAULT_LIMIT = 1_000_000
+DEFAULT_LIMIT = 100_000
 
-_WIPES = ("delete", "unstage")
+_WIPES = frozenset({"delete", "unstage"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,19 +100,36 @@ class _Node(NamedTuple):
 
 
 def find_order(events: Sequence[Event], initial: State, *, limit: int = DEFAULT_LIMIT) -> Found:
-    """Return whether there is an order of all events that are not optional, given up after `limit` states."""
-    # First as if no delete of unknown outcome had happened, for none can be told by what it leaves behind.
-    found = _Search(events, limit, with_deletes=False).run(initial)
-    if found.verdict is Verdict.LEGAL or not any(
-        event.is_optional and event.name in _WIPES for event in events
-    ):
-        return found
-    return _Search(events, limit, with_deletes=True).run(initial)
+    """Return whether there is an order of all events that are not optional, each try given up after `limit` states."""
+    optional = [event.name for event in events if event.is_optional]
+    # Most often few of the optional ones are needed at once, and no delete, which could explain whatever is missing.
+    tries = [
+        (together, with_deletes)
+        for together in (*(few for few in (1, 3) if few < len(optional)), max(1, len(optional)))
+        for with_deletes in ((False, True) if set(optional) & _WIPES else (True,))
+    ]
+    visited = 0
+    for patience in (limit // 50, limit):
+        undecided = []
+        for together, with_deletes in tries:
+            search = _Search(events, patience, together, with_deletes=with_deletes)
+            found = search.run(initial)
+            visited += found.visited
+            if found.verdict is Verdict.LEGAL:
+                return replace(found, visited=visited)
+            if found.verdict is Verdict.UNDECIDED:
+                undecided.append((together, with_deletes))
+        # The last try leaves nothing out, so its word is the last one.
+        if tries[-1] not in undecided:
+            break
+        tries = undecided
+    return replace(found, visited=visited)
 
 
 class _Search:
-    def __init__(self, events: Sequence[Event], limit: int, *, with_deletes: bool) -> None:
+    def __init__(self, events: Sequence[Event], limit: int, together: int, *, with_deletes: bool) -> None:
         self._events = events
+        self._together = together
         self._limit = limit
         # By their beginning; bit n of `done` is the n-th required one, then the optional ones follow.
         self._required = sorted(
@@ -214,6 +231,8 @@ class _Search:
         )
 
     def _optional_successors(self, node: _Node, places: Sequence[int], latest: float) -> Iterator[_Node]:
+        if len(node.waiting) == self._together:
+            return
         alike = set()
         for place in range(len(self._required), len(self._in_order)):
             event = self._in_order[place]
