@@ -102,16 +102,20 @@ class PowerDisk(_Disk):
         super().__init__()
         self._size = size
 
-    def cut(self) -> None:
-        """Cut the power: from now on every write fails, and what was not synced before is lost.
+    def cut(self) -> int:
+        """Cut the power; return when that began, in CLOCK_MONOTONIC nanoseconds.
 
-        The caller kills every process that has a file open on the disk, then calls `remount`.
+        From now on every write fails, and what was not synced before is lost. It takes some milliseconds, in which a
+        sync may still report success: a process that has no power would not hear of it. The caller kills every process
+        that has a file open on the disk, then calls `remount`.
         """
+        began = time.monotonic_ns()
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _WITHOUT_FLUSHING))
         finally:
             os.close(descriptor)
+        return began
 
     def remount(self) -> None:
         """Give the power back: the file system recovers from its journal. Raises DiskError while files are open."""

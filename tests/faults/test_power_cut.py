@@ -13,9 +13,11 @@ import pytest
 
 from campaigns import power_cut
 from campaigns.disks import PowerDisk
+from campaigns.servers import free_port
 from tests.support.machine import needs_mounts
 from tokencustody import open_store
 from tokencustody.sql import migrate
+from tokencustody.store.spill import spilled_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +50,7 @@ def test_the_cut_is_one_that_loses_what_a_database_has_not_synced(database: str)
     assert '"lost": 0' not in done.stdout
 
 
-# Where the process stops that creates a file: after so many of the calls by which SQLite and Python touch the disk.
+# Stops while it creates a file, as soon as that has a given size.
 _STOP_AT = """
 import asyncio, os, signal, sys
 from tokencustody import open_store
@@ -56,7 +58,6 @@ from tokencustody import open_store
 async def main():
     async with open_store(sys.argv[1]) as store:
         await store.source.freeze("warm-up")
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 async def stop_soon():
     creating = asyncio.ensure_future(main())
@@ -94,3 +95,14 @@ def test_a_cut_while_a_file_is_created_leaves_one_that_a_store_can_use(size: int
                 assert len((await store.source.freeze("rollout-1")).entries) == 1
 
         asyncio.run(use())
+
+
+async def test_a_mark_that_was_spilled_outlives_a_cut() -> None:
+    with PowerDisk(1 << 26) as disk:
+        folder = disk.folder / "new" / "spill"
+        url = f"postgresql://127.0.0.1:{free_port()}/unreachable"
+        async with open_store(url, deadline=0.2, spill=folder) as store:
+            await store.sink.mark_incomplete("rollout-1", "call-1")
+        disk.cut()
+        disk.remount()
+        assert [file.path.suffix for file in spilled_files(folder)] == [".mark1"]
