@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,11 @@ Result = TypeVar("Result")
 Work = Callable[[Connection], Result]
 
 DEFAULT_POOL_SIZE = 4
+LOGGING_NAME = "tokencustody"
+# At DEBUG, SQLAlchemy logs the rows that it reads, token data included.
+logging.getLogger(f"sqlalchemy.engine.Engine.{LOGGING_NAME}").addFilter(
+    lambda record: record.levelno > logging.DEBUG
+)
 DEFAULT_DEADLINE = 30.0
 
 

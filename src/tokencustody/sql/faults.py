@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from tokencustody.errors import StoreUnavailableError
+from tokencustody.errors import CorruptEntryError, StoreUnavailableError
 from tokencustody.sql.tls import refusal
 from tokencustody.sql.url import DatabaseUrl
 
@@ -83,6 +83,8 @@ SQLSTATES = {
     "53300": Failure(Fault.LOST, Cause.TOO_MANY_CONNECTIONS),
     "53": _UNAVAILABLE,  # out of disk, memory or configured limits
     "58": _UNAVAILABLE,  # system error outside the database
+    "XX001": _UNAVAILABLE,  # a damaged page
+    "XX002": _UNAVAILABLE,  # a damaged index
     "28": _UNAVAILABLE,  # wrong user or password
     "3D000": _UNAVAILABLE,  # no such database
     "42501": _UNAVAILABLE,  # insufficient privilege
@@ -151,6 +153,22 @@ def unavailable(
     return StoreUnavailableError(
         f"{url.display} is not available{after}: {type(cause).__name__}: {said}{hint}"
     )
+
+
+def damage(url: DatabaseUrl, exc: BaseException) -> CorruptEntryError | None:
+    """Return the error for what a transaction could not make sense of, though its arguments had been checked before.
+
+    It does not repeat what `exc` says, which may quote values. Errors of this library and of PostgreSQL are not meant.
+    """
+    is_sense = type(exc).__module__ == CorruptEntryError.__module__
+    is_nonsense = isinstance(exc, ValueError | TypeError | LookupError) and not is_sense
+    if is_nonsense or (isinstance(exc, DBAPIError) and url.is_sqlite):
+        kind = type(getattr(exc, "orig", None) or exc).__name__
+        return CorruptEntryError(
+            f"{url.display} holds what this library does not write ({kind}); check the database and restore it from a "
+            "backup"
+        )
+    return None
 
 
 async def reach(point: str) -> None:

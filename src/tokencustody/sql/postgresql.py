@@ -14,12 +14,13 @@ from typing import Any
 
 import asyncpg
 from sqlalchemy import Connection, event
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from tokencustody.errors import DurabilityError
-from tokencustody.sql.engine import DEFAULT_DEADLINE, Attempt, EngineKey, Engines, Result, Work
+from tokencustody.sql.engine import DEFAULT_DEADLINE, LOGGING_NAME, Attempt, EngineKey, Engines, Result, Work
 from tokencustody.sql.faults import reach
 from tokencustody.sql.tls import check_files
 from tokencustody.sql.url import DatabaseUrl
@@ -135,6 +136,7 @@ def _engine(
         "postgresql+asyncpg://",
         connect_args={"async_creator_fn": connect_to_dsn, **prepared},
         hide_parameters=True,
+        logging_name=LOGGING_NAME,
         **options,
     )
 
@@ -143,6 +145,12 @@ def _engine(
         # The server ended the session while the connection was idle: nothing was sent, so nothing failed.
         if connection.driver_connection.is_closed():
             raise DisconnectionError
+
+    @event.listens_for(engine.sync_engine, "handle_error")
+    def forget_row(context: ExceptionContext) -> None:
+        for exc in (context.original_exception, context.original_exception.__cause__):
+            if exc is not None and hasattr(exc, "detail"):
+                exc.detail = None  # it quotes the row, token ids included
 
     return engine
 

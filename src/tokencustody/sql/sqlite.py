@@ -20,7 +20,7 @@ from urllib.parse import quote
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
 from tokencustody.errors import DurabilityError
-from tokencustody.sql.engine import Attempt, EngineKey, Engines, Result, Work
+from tokencustody.sql.engine import LOGGING_NAME, Attempt, EngineKey, Engines, Result, Work
 from tokencustody.sql.faults import reach_from_thread
 from tokencustody.sql.url import DatabaseUrl
 
@@ -219,6 +219,7 @@ def file_engine(url: DatabaseUrl, timeout: float, *, begin: str, **options: Any)
         ),
         connect_args={"isolation_level": None, "timeout": timeout, "factory": _RollingBack},
         hide_parameters=True,
+        logging_name=LOGGING_NAME,
         **options,
     )
 

@@ -38,7 +38,7 @@ from tokencustody.sql.engine import (
     Result,
     Work,
 )
-from tokencustody.sql.faults import Fault, classify, reach, reach_beside, unavailable
+from tokencustody.sql.faults import Fault, classify, damage, reach, reach_beside, unavailable
 from tokencustody.sql.postgresql import PostgresqlEngines, Statement
 from tokencustody.sql.url import DatabaseUrl
 
@@ -206,6 +206,9 @@ class Database:
                 failure = classify(exc)
                 if failure is None:
                     engines.stats["unknown_commits_settled"] += unknown
+                    damaged = damage(self.url, exc) if attempt.started else None
+                    if damaged is not None:
+                        raise damaged from exc
                     raise
                 if attempt.committing and failure.fault is Fault.LOST:
                     engines.stats["unknown_commits"] += 1
