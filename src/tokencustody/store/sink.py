@@ -116,21 +116,25 @@ class SqlTokenSink(SqlStore):
         check_call_id(model_call_id)
         check_call_id(code, "code")
         stamp = Stamp.make(now(), self.written_by)
+        answer = code
 
         def refuse(connection: Connection) -> str:
+            nonlocal answer
             fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+            if happened_txn(connection, key, stamp):
+                # What the try before answered: the row may be gone since, with its rollout.
+                return answer
+            refuse_if_frozen(fence, key, f"the refusal of call {model_call_id}")
             found = connection.execute(_REFUSAL, key.named(model_call_id)).one_or_none()
             held: str | None = None if found is None else found.refusal_code
-            if happened_txn(connection, key, stamp):
-                return held or code
-            refuse_if_frozen(fence, key, f"the refusal of call {model_call_id}")
+            answer = held or code
             if found is None:
                 connection.execute(_ADD_INTENT, _intent(key, model_call_id, stamp))
             if held is None:
                 refusal = key.named(model_call_id, refusal_code=code, refused_at=stamp.at)
                 connection.execute(_REFUSE, refusal)
                 advance_txn(connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id)
-                return code
+                return answer
             if held != code:
                 fail_txn(
                     connection,
@@ -142,7 +146,7 @@ class SqlTokenSink(SqlStore):
                     model_call_id=model_call_id,
                     differing="code",
                 )
-            return held
+            return answer
 
         self._replay_once()
         with self._database.doors() as doors:
