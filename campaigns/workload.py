@@ -71,6 +71,11 @@ _EARLY = {
 }
 _LATE = {"mark": 3.0, "freeze": 12.0, "drop": 9.0, "retire": 2.0, "delete": 3.0}
 _LATE_FROM = 0.6
+# Some rollouts are deleted now and then, and what comes after is often another variant of the same calls.
+_RECYCLED = 0.2
+_RECYCLING = {"delete": 2.0}
+_VARIANTS = (94, 3, 3)
+_RECYCLED_VARIANTS = (60, 10, 30)
 
 
 def content_id(value: Any) -> str:
@@ -287,6 +292,7 @@ class Rollout:
 
     id: str
     calls: list[Call]
+    is_recycled: bool
 
 
 @lru_cache(maxsize=32)
@@ -333,7 +339,7 @@ def plan_rollout(seed: int, number: int) -> Rollout:
                 seed=call_seed,
             )
         )
-    return Rollout(rollout, calls)
+    return Rollout(rollout, calls, rng.random() < _RECYCLED)
 
 
 def _twin(call: Call, call_id: str, generated: list[int], seed: str) -> Call:
@@ -381,12 +387,13 @@ def choose_step(rng: Random, rollout: Rollout, age: float) -> Step:
     Calls come up about in the order of the plan, most of them several times.
     """
     late = max(0.0, (age - _LATE_FROM) / (1 - _LATE_FROM)) ** 2
-    weights = [weight + late * _LATE.get(name, 0.0) for name, weight in _EARLY.items()]
+    added = _RECYCLING if rollout.is_recycled else {}
+    weights = [weight + late * _LATE.get(name, 0.0) + added.get(name, 0.0) for name, weight in _EARLY.items()]
     (name,) = rng.choices(list(_EARLY), weights)
     front = int(rng.gauss(1.3 * age * len(rollout.calls), 2.5))
     return Step(
         name,
         rollout.calls[min(max(front, 0), len(rollout.calls) - 1)],
-        rng.choices((0, 1, 2), (94, 3, 3))[0],
+        rng.choices((0, 1, 2), _RECYCLED_VARIANTS if rollout.is_recycled else _VARIANTS)[0],
         rng.random() < 0.15,
     )
