@@ -11,7 +11,13 @@ from typing import Any
 
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
 from tokencustody.lineage import stamp_continuation
-from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry, stamp_lineage
+from tokencustody.records import (
+    TOKEN_FIELDS,
+    ParentResolutionStatus,
+    TokenEntry,
+    compute_digest,
+    stamp_lineage,
+)
 from tokencustody.sql.codec import pack_entry, validated, without_prefix
 from tokencustody.sql.staged_codec import CALL_COLUMNS, pack_call
 from tokencustody.staging.digest import compute_chain_hash, compute_extras_digest, hash_token_ids
@@ -71,6 +77,15 @@ def _call(rng: random.Random, rollout_id: str, call_id: str, parent: Call | None
     )
     stamp_lineage(entry, parent_id, parent_resolution=resolution, cumulative=tokens)
     return Call(stamp_continuation(entry, request), request, tokens)
+
+
+def put_anew(call: Call) -> Call:
+    """Return a call of the same id and lengths with another last token, as after a deletion."""
+    *before, last = call.tokens
+    tokens = [*before, last - 1]
+    generation = [*call.entry.generation_token_ids[:-1], last - 1]
+    changed = {"generation_token_ids": generation, "digest": compute_digest(tokens)}
+    return Call(call.entry.model_copy(update=changed), call.request, tokens)
 
 
 def _log_prob(rng: random.Random) -> float:

@@ -65,6 +65,8 @@ async def _replayed(database: Path, root: Path, key: RolloutKey) -> set[str]:
     """Let a store replay what waits; return the calls that are marked, one of them by this store itself."""
     async with open_store(database, run=key.run, spill=root, deadline=5) as store:
         await store.sink.mark_incomplete(key.rollout_id, "own")
+    if not database.exists():
+        raise Violation("what waited kept a mark out of a database that works")
     with closing(sqlite3.connect(database)) as connection:
         rows = connection.execute(
             "SELECT model_call_id FROM failures WHERE rollout_id = ?", (key.rollout_id,)
