@@ -38,6 +38,11 @@ class Story:
             error=error,
         )
 
+    def lose(self, number: int) -> None:
+        """Let the store say that it could not tell."""
+        lost = replace(self.operations[number], returned_at=next(self._clock), error="StoreUnavailableError")
+        self.operations[number] = lost
+
     def do(
         self, name: str, value: Any = None, *, error: str | None = None, worker: str = "", **arguments: Any
     ) -> None:

@@ -54,6 +54,13 @@ def a_killed_put_shows_later(story: Story) -> None:
 
 
 @legal
+def a_put_that_the_store_gave_up_shows_later(story: Story) -> None:
+    story.lose(story.begin("put", **put("a")))
+    story.do("resolve", resolution("unresolved", "no_match"), conversations=["said by a"])
+    story.do("freeze", snapshot({"a": "p"}))
+
+
+@legal
 def a_killed_put_never_shows(story: Story) -> None:
     story.begin("put", **put("a"))
     story.do("freeze", snapshot())
@@ -283,6 +290,16 @@ def test_the_same_without_an_overlap_is_refused(tell: Callable[[Story], None]) -
     for operation in sorted(story.operations, key=lambda op: op.returned_at or 0):
         apart.do(operation.name, operation.value, error=operation.error, **operation.arguments)
     assert not check(apart.operations).ok
+
+
+def test_a_repeated_write_has_no_effect_after_it_returned() -> None:
+    story = Story()
+    late = story.begin("put", **put("a"))
+    story.do("delete", "removed")
+    story.end(late)
+    story.do("resolve", resolution("unresolved", "no_match"), conversations=["said by a"])
+    story.do("freeze", snapshot({"a": "p"}))
+    assert not check(story.operations).ok
 
 
 def test_a_search_that_is_given_up_is_undecided_and_not_ok() -> None:
