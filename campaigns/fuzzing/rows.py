@@ -220,7 +220,9 @@ async def _refused(store: CaptureStore, _url: str, seed: str, rng: random.Random
     entry = damaged_entry(rng, call.entry.model_dump())
     sink, source, lineage = store.sink, store.source, store.lineage
     in_thread: Any = store.staging
-    value, items = hostile(rng), messages(rng)
+    ids = ("", "\ud800", "a\0", "x" * 600, "a/b", "é" * 513)
+    value: Any = rng.choice((hostile(rng), rng.choice(ids)))
+    items = messages(rng)
     calls: tuple[Callable[[], Awaitable[Any]], ...] = (
         lambda: sink.put(entry or value),
         lambda: sink.put(entry or value),

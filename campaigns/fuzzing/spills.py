@@ -65,6 +65,10 @@ async def _replayed(database: Path, root: Path, key: RolloutKey) -> set[str]:
     """Let a store replay what waits; return the calls that are marked, one of them by this store itself."""
     async with open_store(database, run=key.run, spill=root, deadline=5) as store:
         await store.sink.mark_incomplete(key.rollout_id, "own")
+    return _stored(database, key)
+
+
+def _stored(database: Path, key: RolloutKey) -> set[str]:
     if not database.exists():
         raise Violation("what waited kept a mark out of a database that works")
     with closing(sqlite3.connect(database)) as connection:

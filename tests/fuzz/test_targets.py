@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from campaigns.fuzzing import codec, commands, files, records, rows, spills
 from campaigns.fuzzing.cases import Summary, Target, Violation, attempt, bounded, run
+from campaigns.fuzzing.values import nested
 from tests.support.entries import make_entry
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.sql import migrate
@@ -123,6 +124,14 @@ def test_what_is_refused_deep_inside_costs_no_more_memory_than_it_has(width: int
     wide = {"k" * 70_000: [*[0] * width, b"no JSON"]}
     with bounded(), pytest.raises(InvalidRecordError, match=r"x\.kkk.*…: bytes would not come back"):
         encode_json({"x": wide})
+
+
+def test_values_that_never_end_are_refused_by_name() -> None:
+    own: list[Any] = []
+    own += [own, own]
+    for endless in (own, {"a": [own]}, nested(100_000, lambda value: [value])):
+        with bounded(), pytest.raises(InvalidRecordError, match="nested too deeply"):
+            encode_json({"x": endless})
 
 
 def test_a_header_that_claims_more_tokens_than_there_are_is_refused_before_memory_is_taken() -> None:
