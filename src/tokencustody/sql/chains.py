@@ -260,8 +260,8 @@ def _without_beginning(
 ) -> CorruptEntryError:
     problem = "is its own parent, through others or directly" if is_circle else "is missing"
     return CorruptEntryError(
-        f"{where(rollout_id, model_call_id)}: its prompt cannot be rebuilt, for model call {parent_call_id:.512}, in which "
-        f"it began, {problem}; restore the rollout from a backup"
+        f"{where(rollout_id, model_call_id)}: its prompt cannot be rebuilt, for model call {parent_call_id:.512}, in "
+        f"which it began, {problem}; restore the rollout from a backup"
     )
 
 
