@@ -1,5 +1,6 @@
 """Lets several processes work on one database, brings faults about, and judges whether every answer was right.
 
+The seed decides what is sent and which faults strike in which order; how processes interleave is the machine's affair.
 The exit code is 1 when a promise was broken, when a rollout could not be decided, or when a worker crashed.
 """
 

@@ -32,7 +32,7 @@ POINTS = ("before commit", "after commit, before acknowledgement", "inside a coa
 OWN_FAULTS = ("kill", "points")
 
 # A shared transaction of several calls is rarer than a commit.
-_RARITY = {"inside a coalesced batch": 8}
+_RARITY = {"inside a coalesced batch": 16}
 _PATIENCE = 60.0
 _TICK = 0.02
 
@@ -126,14 +126,15 @@ class _Run:
         """Keep the workers running, and strike, until every operation is begun; then wait for their end."""
         campaign = self.campaign
         give_up = time.monotonic() + 60 * campaign.minutes if campaign.minutes else float("inf")
-        next_fault = self._pause()
+        faults = [name for name in campaign.faults if name != "points"]
+        next_fault = self._pause() if faults else campaign.operations
         try:
             for number in range(campaign.workers):
                 self._start(number)
             while self.board.taken < campaign.operations and time.monotonic() < give_up:
                 self._wait(_TICK)
                 self.progress("working", self.board.taken, campaign.operations, self.summary.struck)
-                if self.board.taken >= next_fault and any(name != "points" for name in campaign.faults):
+                if next_fault <= self.board.taken < campaign.operations:
                     self._strike()
                     next_fault = self.board.taken + self._pause()
             self.is_over = True
@@ -159,8 +160,8 @@ class _Run:
         is_to_die = number % 2 == 0
         if is_to_die and "points" in self.campaign.faults:
             point = next(self.points)
-            mean = max(1, self.campaign.kill_every // _RARITY.get(point, 1))
-            kill = (point, self.rng.randint(1, mean))
+            most = max(1, self.campaign.kill_every // _RARITY.get(point, 1))
+            kill = (point, self.rng.randint(1, most))
         settings = worker.Settings(
             url=self.setup.url,
             run=RUN,

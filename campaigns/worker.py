@@ -36,6 +36,7 @@ from campaigns.workload import (
 )
 from tokencustody.errors import StoreUnavailableError
 from tokencustody.sql.faults import FAULT_POINTS
+from tokencustody.sql.stats import STATS, Kind
 from tokencustody.staging.records import staging_key
 from tokencustody.store.opening import CaptureStore, open_store
 
@@ -43,6 +44,7 @@ from tokencustody.store.opening import CaptureStore, open_store
 _CANCELLED = 0.01
 _CANCELLED_WITHIN = 0.02
 _STATS_EVERY = 20
+_COUNTERS = [stat.name for stat in STATS if stat.kind is Kind.COUNTER]
 
 Method = Callable[[], Awaitable[Any]]
 
@@ -106,7 +108,8 @@ class Worker:
 
     def _write_stats(self) -> None:
         new = self._stats.with_suffix(".new")
-        new.write_text(json.dumps(self._store.stats()))
+        stats = self._store.stats()
+        new.write_text(json.dumps({name: stats[name] for name in _COUNTERS}))
         new.rename(self._stats)
 
     async def _perform(
@@ -291,15 +294,12 @@ async def _removal(remove: Callable[[Sequence[str]], Awaitable[Any]], rollout: s
 def _kill_at(point: str, reached: int, note: Path) -> None:
     left = reached
 
-    def note_and_die() -> None:
-        note.write_text(point)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     async def kill() -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            note_and_die()
+            note.write_text(point)  # noqa: ASYNC240 - the last thing that this process does
+            os.kill(os.getpid(), signal.SIGKILL)
 
     FAULT_POINTS[point] = kill
 
