@@ -144,7 +144,7 @@ def run(
     rng = random.Random(seed)
     summary = Summary(database, seed, unsafe)
     with (
-        PowerDisk() as disk,
+        PowerDisk(1 << 30) as disk,
         tempfile.TemporaryDirectory(prefix="tokencustody-logs-") as logs,
         _place(database, disk, unsafe=unsafe) as place,
     ):
@@ -199,7 +199,8 @@ def _wait_for(writers: Sequence[subprocess.Popen[bytes]], acknowledged: int) -> 
             for key, _ in selector.select():
                 told = os.read(key.fd, acknowledged)
                 if not told:
-                    raise RuntimeError(f"a writer ended before the cut: {[each.poll() for each in writers]}")
+                    (ended,) = (each for each in writers if each.stdout is key.fileobj)
+                    raise RuntimeError(f"a writer ended before the cut, with status {ended.wait(10)}")
                 acknowledged -= len(told)
 
 
@@ -272,8 +273,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write:
         if options.unsafe:
             sync_nothing()
-        with contextlib.suppress(StoreUnavailableError):
+        try:
             asyncio.run(write(os.environ["DATABASE_URL"], options.write, options.number))
+        except StoreUnavailableError as exc:
+            # After the cut by right, before it for a reason that must be seen.
+            print(exc, file=sys.stderr, flush=True)
         # The disk is gone; the end comes from outside.
         signal.pause()
     summary = run(
