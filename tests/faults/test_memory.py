@@ -59,6 +59,7 @@ async def main():
         del snapshot
         tracemalloc.start(1)
         snapshot = await store.source.freeze("rollout-1")
+        gc.collect()
         held, most = tracemalloc.get_traced_memory()
         print(json.dumps({
             "calls": len(snapshot.entries), "status": resolution.status, "resolve": resolving, "freeze": freezing,
