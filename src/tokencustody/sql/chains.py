@@ -240,7 +240,8 @@ def _at_width_of(call: StoredCall, ids: list[int], packed: array[int] | None = N
 def _not_rebuilt(call: StoredCall) -> CorruptEntryError:
     return CorruptEntryError(
         f"{where(call.fields['rollout_id'], call.fields['model_call_id'])}: its prompt cannot be rebuilt, for the "
-        f"sequence of model call {call.parent_call_id!s:.512} is not the one with which it began; restore both from a backup"
+        f"sequence of model call {call.parent_call_id!s:.512} is not the one with which it began; restore "
+        "both from a backup"
     )
 
 
