@@ -22,7 +22,7 @@ from tests.store.test_transactions import put_in_a_spawned_process
 from tests.support.entries import make_entry
 from tokencustody import CaptureStore, SqlTokenSink, open_store
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.sql import migrate, sqlite, tables
+from tokencustody.sql import migrate, registry, sqlite, tables
 from tokencustody.sql.faults import FAULT_POINTS
 from tokencustody.store import portal
 
@@ -165,6 +165,12 @@ async def test_a_fork_while_a_file_is_created_waits_until_it_is_there(
         await put
         assert await calls_of(store) == {"call-1", "child"}
         assert await calls_of(other) == {"child"}
+
+
+def test_a_fork_while_a_thread_holds_the_list_of_engines_inherits_no_lock_of_it(store_url: str) -> None:
+    migrate.upgrade(store_url)
+    with registry._registry.lock:
+        assert in_a_fork(lambda: put_and_close(open_store(store_url), "child")) == 0
 
 
 FORK_AND_END = """
