@@ -257,8 +257,9 @@ async def _read_finally(
         async with open_store(url, run=RUN, spill=worker.spill_folder(folder)) as store:
             for number in range(1, rollouts + 1):
                 rollout = f"rollout-{number}"
-                await _note(final, "manifest", rollout, {}, worker.manifest(store, rollout))
+                # First, for it brings in the marks that still wait on this host.
                 await _note(final, "freeze", rollout, {}, worker.freeze(store, rollout, {}))
+                await _note(final, "manifest", rollout, {}, worker.manifest(store, rollout))
                 for call in sorted(staged.get(rollout, ())):
                     await _note(final, "fetch", rollout, {"call": call}, worker.fetch(store, rollout, call))
                 progress(number)

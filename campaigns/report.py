@@ -73,7 +73,7 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain data."""
         return {
-            **asdict(self.campaign),
+            "campaign": asdict(self.campaign),
             "passed": self.passed,
             "seconds": round(self.seconds, 1),
             "rollouts": self.rollouts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import sqlite3
 import subprocess
 from abc import ABC, abstractmethod
@@ -65,7 +66,7 @@ class Setup(ABC):
 
     @abstractmethod
     def keep_database(self) -> None:
-        """Copy the database into the folder, for whoever looks into a violation."""
+        """Copy the database into the folder, if the machine can, for whoever looks into a violation."""
 
     def counts(self) -> Counter[str]:
         """Return what was counted of the faults, beside how often they struck."""
@@ -133,8 +134,9 @@ class _Server(Setup):
         }
 
     def keep_database(self) -> None:
-        url = self._cluster.url_of(_DATABASE)
-        subprocess.run(["pg_dump", "--file", str(self._folder / "kept.sql"), url], check=True)
+        if program := shutil.which("pg_dump"):
+            url = self._cluster.url_of(_DATABASE)
+            subprocess.run([program, "--file", str(self._folder / "kept.sql"), url], check=True)
 
 
 class Postgresql(_Server):
