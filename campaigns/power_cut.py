@@ -17,7 +17,6 @@ import json
 import os
 import random
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
@@ -197,7 +196,7 @@ def _wait_for(writers: Sequence[subprocess.Popen[bytes]], acknowledged: int) -> 
             selector.register(writer.stdout, selectors.EVENT_READ)
         while acknowledged > 0:
             for key, _ in selector.select():
-                told = os.read(key.fd, acknowledged)
+                told = os.read(key.fd, 4096)
                 if not told:
                     (ended,) = (each for each in writers if each.stdout is key.fileobj)
                     raise RuntimeError(f"a writer ended before the cut, with status {ended.wait(10)}")
@@ -278,8 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except StoreUnavailableError as exc:
             # After the cut by right, before it for a reason that must be seen.
             print(exc, file=sys.stderr, flush=True)
-        # The disk is gone; the end comes from outside.
-        signal.pause()
+        # The disk is gone; the end comes from outside, or with the end of who started it.
+        sys.stdin.read()
+        return 0
     summary = run(
         options.database,
         cuts=options.cuts,
