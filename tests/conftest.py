@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.support import databases
 from tests.support.postgres import NoPostgresError, Server, postgres_server
 from tokencustody.sql import registry
 from tokencustody.sql.coalescing import Coalesce
+from tokencustody.sql.faults import FAULT_POINTS
 from tokencustody.sql.transactions import Database
 from tokencustody.store.base import DatabaseClient
 from tokencustody.store.staging import SqlStagingStore
@@ -139,11 +141,13 @@ def spill_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_open() -> Iterator[None]:
-    """Fail a test that leaves a store open or a connection checked out."""
+    """Fail a test that leaves a store open, a connection checked out, a thread of a store or a fault behind."""
     yield
     left = registry.open_engines()
     assert not [engines for engines in left if engines.checked_out()]
     assert not left
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tokencustody")]
+    assert not FAULT_POINTS
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -128,12 +128,13 @@ class Database:
     async def close(self) -> None:
         """Release this store's engines, in whichever running loop it was used. Idempotent."""
         self._closed = True
-        while self._held:
-            with contextlib.suppress(KeyError):
-                (pid, loop), engines = self._held.popitem()
-                # What another process opened, or a loop that runs no more, is out of reach.
-                if pid == os.getpid() and loop.is_running():
-                    await self._release_in(loop, engines)
+        for held in list(self._held):
+            # Another thread may close it too.
+            engines = self._held.pop(held, None)
+            pid, loop = held
+            # What another process opened, or a loop that runs no more, is out of reach.
+            if engines is not None and pid == os.getpid() and loop.is_running():
+                await self._release_in(loop, engines)
 
     async def _release_in(self, loop: asyncio.AbstractEventLoop, engines: Engines) -> None:
         if loop is asyncio.get_running_loop():

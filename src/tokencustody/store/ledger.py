@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from sqlalchemy import Connection, func, insert, select, union_all
@@ -30,6 +31,8 @@ from tokencustody.store.lineage import SqlLineageResolver
 from tokencustody.store.removal import RolloutRemover
 
 LOGGER = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 # The columns of a call that are fields of its manifest row.
 _RECORD_COLUMNS = tuple(name for name in CallRecord.model_fields if name in ledger_calls.c)
@@ -100,31 +103,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
         A row without a response id or chain hash stands under `failures`. Raises RolloutRetiredError for a retired
         rollout; one that is unknown has an empty manifest.
         """
-        calls, failures = await self._rows(rollout_id)
-        problems: list[tuple[int, ManifestFailure]] = [
-            (row.position, ManifestFailure(model_call_id=row.model_call_id, reason=row.reason))
-            for row in failures
-        ]
-        records = []
-        for row in calls:
-            reason = _why_incomplete(row)
-            if reason is None:
-                records.append(CallRecord(**_record_fields(row)))
-            else:
-                problems.append(
-                    (row.position, ManifestFailure(model_call_id=row.model_call_id, reason=reason))
-                )
-        manifest = RolloutManifest(
-            rollout_id=rollout_id,
-            records=records,
-            failures=[failure for _, failure in sorted(problems, key=lambda problem: problem[0])],
-        )
-        wire = manifest.model_dump(mode="json")
-        for record in wire["records"]:
-            # Readers of the release before this field refuse a record that has it.
-            if record["capture_key"] is None:
-                del record["capture_key"]
-        return wire
+        return await self._read(rollout_id, partial(_manifest, rollout_id))
 
     async def has_rows(self, rollout_id: str) -> bool:
         """Return whether the ledger has any row, committed or failed. Raises RolloutRetiredError when retired."""
@@ -141,16 +120,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
 
         Raises RolloutRetiredError for a retired rollout.
         """
-        calls, failures = await self._rows(rollout_id)
-        rows = [(row.position, _exported(rollout_id, row)) for row in calls]
-        rows += [
-            (
-                row.position,
-                {"rollout_id": rollout_id, "model_call_id": row.model_call_id, "reason": row.reason},
-            )
-            for row in failures
-        ]
-        return [exported for _, exported in sorted(rows, key=lambda row: row[0])]
+        return await self._read(rollout_id, partial(_export, rollout_id))
 
     async def import_rows(self, rollout_id: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add exported rows to a rollout, all or none, in their order.
@@ -187,13 +157,13 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
                 doors.count("late_writes_refused")
             return outcome
 
-    async def _rows(self, rollout_id: str) -> tuple[Sequence[Any], Sequence[Any]]:
+    async def _read(self, rollout_id: str, make: Callable[[Sequence[Any], Sequence[Any]], Result]) -> Result:
+        """Return what `make` makes of the rows of calls and failures. Rows that make no sense are corrupt."""
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
 
-        def read(connection: Connection) -> tuple[Sequence[Any], Sequence[Any]]:
+        def read(connection: Connection) -> Result:
             _refuse_if_retired_txn(connection, key)
-            calls, failures = (connection.execute(rows, key.named()).all() for rows in _ROWS.values())
-            return calls, failures
+            return make(*(connection.execute(rows, key.named()).all() for rows in _ROWS.values()))
 
         return await self._database.read(read)
 
@@ -269,6 +239,43 @@ def _call_row(
         "continuation_context_digest": context_digest,
         "payload_sha256": sha256,
     }
+
+
+def _manifest(rollout_id: str, calls: Sequence[Any], failures: Sequence[Any]) -> dict[str, Any]:
+    problems: list[tuple[int, ManifestFailure]] = [
+        (row.position, ManifestFailure(model_call_id=row.model_call_id, reason=row.reason))
+        for row in failures
+    ]
+    records = []
+    for row in calls:
+        reason = _why_incomplete(row)
+        if reason is None:
+            records.append(CallRecord(**_record_fields(row)))
+        else:
+            problems.append((row.position, ManifestFailure(model_call_id=row.model_call_id, reason=reason)))
+    manifest = RolloutManifest(
+        rollout_id=rollout_id,
+        records=records,
+        failures=[failure for _, failure in sorted(problems, key=lambda problem: problem[0])],
+    )
+    wire = manifest.model_dump(mode="json")
+    for record in wire["records"]:
+        # Readers of the release before this field refuse a record that has it.
+        if record["capture_key"] is None:
+            del record["capture_key"]
+    return wire
+
+
+def _export(rollout_id: str, calls: Sequence[Any], failures: Sequence[Any]) -> list[dict[str, Any]]:
+    rows = [(row.position, _exported(rollout_id, row)) for row in calls]
+    rows += [
+        (
+            row.position,
+            {"rollout_id": rollout_id, "model_call_id": row.model_call_id, "reason": row.reason},
+        )
+        for row in failures
+    ]
+    return [exported for _, exported in sorted(rows, key=lambda row: row[0])]
 
 
 def _record_fields(row: Any) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class SqlTokenSink(SqlStore):
         Raises StoreUnavailableError when the mark cannot be kept on this host either, or with `spill=None`.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
-        if model_call_id != "":
+        if not isinstance(model_call_id, str) or model_call_id:
             check_call_id(model_call_id)
         mark = Mark(key, model_call_id, Stamp.make(now(), self.written_by))
         with self._database.doors() as doors:
