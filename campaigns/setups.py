@@ -98,7 +98,7 @@ class Sqlite(Setup):
         if "disk" in self.fault_names():
             disk = stack.enter_context(SmallDisk(_SMALLEST_DISK + self._operations * _DISK_PER_OPERATION))
             folder = disk.folder
-            faults["disk"] = Fault(lambda _: _fill(disk), (0.1, 2.0), disk.free)
+            faults["disk"] = Fault(lambda _: _fill(disk), (0.1, 1.0), disk.free)
         self.faults = faults
         self._path = folder / "captures.db"
         self.url = f"sqlite:///{self._path}"

@@ -43,6 +43,8 @@ from tokencustody.store.opening import CaptureStore, open_store
 # Out of a hundred operations one is cancelled within so many seconds.
 _CANCELLED = 0.01
 _CANCELLED_WITHIN = 0.02
+# Seconds after an operation for which the database was not available.
+_PAUSE = 0.3
 _STATS_EVERY = 20
 _COUNTERS = [stat.name for stat in STATS if stat.kind is Kind.COUNTER]
 
@@ -125,6 +127,9 @@ class Worker:
             is_cut = isinstance(exc, TimeoutError) and cut.expired()
             if is_cut or isinstance(exc, StoreUnavailableError):
                 history.answer(number, Outcome.UNKNOWN, error=error)
+                if not is_cut:
+                    # As a caller would: a full disk refuses so fast that little else would happen.
+                    await asyncio.sleep(_PAUSE)
                 return
             history.answer(number, Outcome.ERROR, error=error)
             if not isinstance(exc, ValueError | LookupError | RuntimeError | StagedConflict):

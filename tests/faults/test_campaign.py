@@ -28,7 +28,7 @@ def _assert_everything_happened(summary: Summary) -> None:
         for outcome in Outcome
     }
     # A campaign in which most is unknown proves little.
-    assert answered[Outcome.OK] > 3 * answered[Outcome.UNKNOWN] > 0
+    assert answered[Outcome.OK] > answered[Outcome.UNKNOWN] > 0
     assert answered[Outcome.ERROR]
 
 
