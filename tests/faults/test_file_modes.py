@@ -13,7 +13,7 @@ import pytest
 from tests.support.entries import make_entry
 from tests.support.staged import stage
 from tokencustody import SqlStagingStore, SqlTokenSource, open_store
-from tokencustody.errors import StoreUnavailableError
+from tokencustody.errors import CorruptEntryError, StoreUnavailableError
 from tokencustody.sql import migrate
 
 FILES = ("captures.db", "captures.db-shm", "captures.db-wal")
@@ -99,3 +99,39 @@ async def test_a_file_of_any_name_is_the_one_that_is_opened(tmp_path: Path, name
     file.close()
     async with SqlTokenSource(path) as source:
         assert len((await source.freeze("rollout-1")).entries) == 1
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty file"])
+async def test_a_log_without_its_file_is_kept_and_named(tmp_path: Path, left: str) -> None:
+    path, log = tmp_path / "captures.db", tmp_path / "captures.db-wal"
+    async with open_store(path) as store:
+        await store.sink.put(make_entry())
+        held = log.read_bytes()
+    assert held
+    path.unlink()
+    if left == "an empty file":
+        path.touch()
+    log.write_bytes(held)
+    async with open_store(path) as store:
+        with pytest.raises(StoreUnavailableError, match=r"its log captures\.db-wal is there"):
+            await store.sink.put(make_entry())
+    for migration in (migrate.upgrade, migrate.current, migrate.check):
+        with pytest.raises(StoreUnavailableError, match=r"its log captures\.db-wal is there"):
+            migration(str(path))
+    assert log.read_bytes() == held
+
+
+async def test_a_version_table_that_makes_no_sense_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "captures.db"
+    migrate.upgrade(str(path))
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE odd AS SELECT NULL AS version_num")
+        connection.execute("DROP TABLE alembic_version")
+        connection.execute("ALTER TABLE odd RENAME TO alembic_version")
+    connection.close()
+    for migration in (migrate.current, migrate.check):
+        with pytest.raises(CorruptEntryError, match="holds what this library does not write"):
+            migration(str(path))
+    async with open_store(path) as store:
+        with pytest.raises(CorruptEntryError, match="holds what this library does not write"):
+            await store.sink.put(make_entry())

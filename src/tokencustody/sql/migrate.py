@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import Connection, func, inspect, select, text
 from sqlalchemy.pool import NullPool
 
-from tokencustody.errors import SchemaMismatchError
+from tokencustody.errors import SchemaMismatchError, StoreUnavailableError
 from tokencustody.fingerprint import FINGERPRINT_VERSION
 from tokencustody.records import DIGEST_VERSION, SCHEMA_VERSION
 from tokencustody.sql import catalogue, engine, postgresql, sqlite, tables
 from tokencustody.sql.codec import SHARED_CODEC_VERSION
-from tokencustody.sql.faults import classify, unavailable
+from tokencustody.sql.faults import classify, damage, unavailable
 from tokencustody.sql.staged_codec import STAGED_CODEC_VERSION
 from tokencustody.sql.url import DatabaseUrl, parse_url
 from tokencustody.staging.digest import (
@@ -233,9 +233,12 @@ def _connected(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes
             return _on_sqlite(url, work, writes=writes)
         return _blocking(_on_postgresql(url, work, writes=writes))
     except Exception as exc:
-        if classify(exc) is None:
-            raise
-        raise unavailable(url, exc) from exc
+        if classify(exc) is not None:
+            raise unavailable(url, exc) from exc
+        damaged = None if writes else damage(url, exc)
+        if damaged is not None:
+            raise damaged from exc
+        raise
 
 
 def _on_sqlite(
@@ -246,6 +249,7 @@ def _on_sqlite(
     timeout: float = engine.DEFAULT_DEADLINE,
 ) -> Result:
     with _turn:
+        _refuse_lost_file(url)
         if writes:
             sqlite.create_file(url)
         # Not the store's engine: that one sets the journal mode, and may find itself in someone else's file.
@@ -303,7 +307,24 @@ def _parsed(url: Url) -> DatabaseUrl:
 
 
 def _is_missing(url: DatabaseUrl) -> bool:
-    return url.is_sqlite and not Path(url.dsn).exists()
+    if not url.is_sqlite:
+        return False
+    _refuse_lost_file(url)
+    return not Path(url.dsn).exists()
+
+
+def _refuse_lost_file(url: DatabaseUrl) -> None:
+    """Raise StoreUnavailableError where only the log of a SQLite file is left, which SQLite would delete."""
+    file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
+    try:
+        is_lost = log.stat().st_size > 0 and not (file.exists() and file.stat().st_size)
+    except OSError:
+        return
+    if is_lost:
+        raise StoreUnavailableError(
+            f"{url.display} is missing or empty, but its log {log.name} is there, and may hold calls: put the file "
+            "back beside its log, or move the log away to begin anew"
+        )
 
 
 def _stored(connection: Connection) -> _Stored:

@@ -207,7 +207,8 @@ class Database:
                 failure = classify(exc)
                 if failure is None:
                     engines.stats["unknown_commits_settled"] += unknown
-                    damaged = damage(self.url, exc) if attempt.started else None
+                    # Else it may come of connecting, or on SQLite of the check of the schema.
+                    damaged = damage(self.url, exc) if attempt.started or self.url.is_sqlite else None
                     if damaged is not None:
                         raise damaged from exc
                     raise
