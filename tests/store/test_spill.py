@@ -441,6 +441,52 @@ async def test_a_mark_goes_into_the_run_in_which_it_was_made(store_url: str, spi
     assert await events(store_url, run="run-b") == [("open", ""), ("freeze", "")]
 
 
+async def test_a_store_that_reaches_the_database_by_another_address_does_not_overtake_a_mark(
+    outage: Outage, store_url: str, tmp_path: Path, nothing_in_background: None
+) -> None:
+    other_way = store_url
+    if store_url.startswith("sqlite"):
+        (tmp_path / "link.db").symlink_to(parse_url(store_url).dsn)
+        other_way = f"sqlite:///{tmp_path / 'link.db'}"
+    async with outage.open() as store:
+        await store.sink.begin_call("rollout-1", "call-0")
+        with outage.away():
+            await store.sink.mark_incomplete("rollout-1", "call-1")
+    # The first thing that this store does, and nothing replays in the background.
+    async with open_store(other_way, run=RUN, pool_size=1) as store:
+        snapshot = await store.source.freeze("rollout-1")
+        assert (snapshot.incomplete, snapshot.version) == (True, 2)
+    assert await events(store_url) == [("open", ""), ("mark", "call-1"), ("freeze", "")]
+
+
+async def test_a_mark_under_another_address_is_replayed_by_the_first_use_of_the_database(
+    outage: Outage, store_url: str
+) -> None:
+    async with outage.open() as store:
+        await store.sink.begin_call("rollout-1", "call-0")
+        with outage.away():
+            await store.sink.mark_incomplete("rollout-1", "call-1")
+            await store.close()
+    async with open_store(store_url, run="another-run") as store:
+        await store.sink.begin_call("rollout-2", "call-0")
+        await replayed(store)
+    assert await events(store_url) == [("open", ""), ("mark", "call-1")]
+
+
+async def test_the_marks_of_another_database_of_the_same_server_stay_where_they_are(
+    postgres_url: str, empty_postgres_url: str, spill_folder: Path
+) -> None:
+    migrate.upgrade(empty_postgres_url)
+    for url in (postgres_url, empty_postgres_url):
+        async with open_store(url, run=RUN) as store:
+            await store.sink.begin_call("rollout-1", "call-0")
+    Spill(spill_folder, parse_url(empty_postgres_url)).keep(make_mark())
+    async with open_store(postgres_url, run=RUN) as store:
+        assert (await store.source.freeze("rollout-1")).version == 1
+        await replayed(store)
+    assert len(Spill(spill_folder, parse_url(empty_postgres_url)).waiting()) == 1
+
+
 async def test_the_marks_of_another_database_stay_where_they_are(tmp_path: Path, spill_folder: Path) -> None:
     one, other = (Spill(spill_folder, parse_url(tmp_path / name)) for name in ("one.db", "other.db"))
     one.keep(make_mark())

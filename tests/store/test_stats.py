@@ -150,7 +150,8 @@ async def test_open_telemetry_sees_the_same_figures_by_database_and_cause(
     assert data is not None
     display = store.sink._database.url.display
     seen = {}
-    for metric in data.resource_metrics[0].scope_metrics[0].metrics:
+    scopes = data.resource_metrics[0].scope_metrics
+    for metric in next(scope for scope in scopes if scope.scope.name == "tokencustody").metrics:
         for point in metric.data.data_points:
             attributes = dict(point.attributes or {})
             if attributes.pop("database") == display:

@@ -65,7 +65,6 @@ def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
     database = Database(parse_url(url), deadline=DEADLINE, creates=False)
     waiting = Spill(_root(folder), database.url)
     replayed = {True: 0, False: 0}
-    total = len(waiting.waiting())
     err = Console(stderr=True)
     bar = Progress(
         TextColumn("replaying"),
@@ -73,11 +72,14 @@ def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
         MofNCompleteColumn(),
         console=err,
         transient=True,
-        disable=total < _WORTH_A_BAR or not err.is_terminal,
+        disable=len(waiting.waiting()) < _WORTH_A_BAR or not err.is_terminal,
     )
 
     async def run() -> None:
         try:
+            with database.doors() as doors:
+                await doors.reached()
+            bar.update(task, total=len(waiting.waiting()))
             await replaying.replay(database, waiting, settled)
         finally:
             await database.close()
@@ -87,8 +89,8 @@ def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
         bar.advance(task)
 
     with bar:
-        task = bar.add_task("", total=total)
-        if total:
+        task = bar.add_task("", total=None)
+        if not waiting.is_empty():
             asyncio.run(run())
     left = waiting.files()
     if as_json:

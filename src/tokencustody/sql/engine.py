@@ -81,6 +81,10 @@ class Engines(ABC):
         `attempt.committing` is set when the database may have committed although this raises.
         """
 
+    async def identify(self) -> str | None:
+        """Return what tells this database from all others, however it is addressed, if the address does not."""
+        return None
+
     def count_waiting(self) -> dict[str, int]:
         """Return the figures of `sql.stats` that say how it is now."""
         queues = [kept for kept in list(self.kept.values()) if isinstance(kept, Gatherer)]

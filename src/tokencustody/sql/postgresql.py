@@ -13,20 +13,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import asyncpg
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, event, text
 from sqlalchemy.engine import ExceptionContext
-from sqlalchemy.exc import DisconnectionError
+from sqlalchemy.exc import DBAPIError, DisconnectionError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from tokencustody.errors import DurabilityError
 from tokencustody.sql.engine import DEFAULT_DEADLINE, LOGGING_NAME, Attempt, EngineKey, Engines, Result, Work
-from tokencustody.sql.faults import reach
+from tokencustody.sql.faults import Fault, classify, reach
 from tokencustody.sql.tls import check_files
 from tokencustody.sql.url import DatabaseUrl
 
 # In seconds. A server that answers has ended the transaction by then.
 _LONGEST_FAREWELL = 0.5
+
+# The same for a server, its standbys and every pooler before them.
+_IDENTITY = text(
+    "SELECT system_identifier || '/' || current_database() || '/' || current_schema() FROM pg_control_system()"
+)
 
 # The text and the parameters of a statement as the driver takes them.
 Statement = tuple[str, Sequence[Any]]
@@ -82,6 +87,16 @@ class PostgresqlEngines(Engines):
                 if isinstance(exc, asyncpg.InterfaceError | asyncpg.InternalClientError):
                     raise ConnectionResetError(f"the connection was closed: {exc}") from exc
                 raise
+
+    async def identify(self) -> str | None:
+        try:
+            identity: str | None = await self.read(lambda connection: connection.scalar(_IDENTITY))
+            return identity
+        except DBAPIError as exc:
+            failure = classify(exc)
+            if failure is None or failure.fault is Fault.UNAVAILABLE:
+                return None  # no PostgreSQL, or one that does not tell this role
+            raise
 
     def checked_out(self) -> int:
         checked_out: int = self._pool.pool.checkedout()  # type: ignore[attr-defined]

@@ -33,6 +33,8 @@ _registry = _Registry()
 # A child process must neither use nor close what it inherits: the sockets and file locks are the parent's.
 _inherited: list[object] = []
 _closing: set[asyncio.Future[None]] = set()
+# Which database a URL led to when it was last reached. A child process inherits it.
+_identities: dict[DatabaseUrl, str] = {}
 
 
 def _start_anew() -> None:
@@ -107,6 +109,17 @@ def stats_of(url: DatabaseUrl) -> dict[str, int]:
                     counted.update(engines.stats)
                     counted.update(engines.count_waiting())
     return dict(counted)
+
+
+def remember(url: DatabaseUrl, identity: str | None) -> None:
+    """Remember what a database said it is, however it is addressed."""
+    if identity is not None:
+        _identities[url] = identity
+
+
+def identity_of(url: DatabaseUrl) -> str | None:
+    """Return what the database said it is, or None when it was not reached yet or has nothing to say."""
+    return _identities.get(url)
 
 
 def databases() -> list[DatabaseUrl]:

@@ -271,6 +271,7 @@ class Database:
                     raise StoreUnavailableError(f"{self.url.display} does not exist or has no tables")
                 await migrate.create_sqlite(self.url)
             await engines.read(lambda connection: migrate.ensure_current(connection, self.url.display))
+            registry.remember(self.url, await engines.identify())
             engines.checked = True
 
 
@@ -322,6 +323,11 @@ class Doors:
             yield
         finally:
             lock.release()
+
+    async def reached(self) -> None:
+        """Return once the database was reached in this process and loop."""
+        if not self._engines.checked:
+            await self.read(lambda _: None)
 
     def count(self, name: str, number: int = 1) -> None:
         """Add to one of the figures of `sql.stats`."""

@@ -114,7 +114,11 @@ class SqlStore(DatabaseClient):
 
     async def _write_after_marks_through(self, doors: Doors, key: RolloutKey, work: Work[Result]) -> Result:
         self._replay_once()
-        if self._replayer is None or not self._replayer.spill.waiting(key):
+        if self._replayer is None or self._replayer.spill.is_empty():
+            return await doors.write(work)
+        # Only then is it known which marks, spilled under other addresses, are for this database.
+        await doors.reached()
+        if not self._replayer.spill.waiting(key):
             return await doors.write(work)
         # It settles those that are left when `work` is refused, as by a fence.
         self._replayer.start()

@@ -60,7 +60,7 @@ async def write_after_marks(
         for path, mark in claimed.items():
             _remove(doors, spill, path, mark, stored=stored[path])
         if claimed:
-            await asyncio.to_thread(spill.sync)
+            await asyncio.to_thread(spill.sync, claimed)
         return result
 
 
@@ -72,7 +72,9 @@ async def replay(
     `settled` is called for each, with False when its rollout was retired meanwhile.
     """
     with database.doors() as doors:
-        for path in spill.waiting():
+        await doors.reached()
+        waiting = spill.waiting()
+        for path in waiting:
             with ExitStack() as claims:
                 try:
                     mark = await _claim(spill, path, claims, database.end_of_patience())
@@ -87,7 +89,7 @@ async def replay(
                     stored = await doors.write(mark.settle_txn)
                     _remove(doors, spill, path, mark, stored=stored)
                     settled(stored)
-        await asyncio.to_thread(spill.sync)
+        await asyncio.to_thread(spill.sync, waiting)
 
 
 async def _claim(spill: Spill, path: Path, claims: ExitStack, give_up: float) -> Mark | None:
@@ -133,7 +135,7 @@ class Replayer:
         if here not in self._tasks:
             self._tasks = {at: task for at, task in self._tasks.items() if not at[1].is_closed()}
             self._tasks[here] = None
-            if self.spill.waiting():
+            if not self.spill.is_empty():
                 self.start()
 
     def start(self) -> None:
@@ -169,10 +171,12 @@ class Replayer:
 
     async def _run(self) -> None:
         pause = _FIRST_PAUSE
-        # Nothing is awaited between the last look and the end, so that no mark comes in between.
-        while self.spill.waiting():
+        while True:
             try:
                 await replay(self._database, self.spill)
+                # Nothing is awaited between the last look and the end, so that no mark comes in between.
+                if not self.spill.waiting():
+                    return
             except Exception as exc:
                 LOGGER.log(
                     logging.WARNING if pause == _FIRST_PAUSE else logging.DEBUG,

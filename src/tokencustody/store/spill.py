@@ -5,10 +5,13 @@ Each mark that `mark_incomplete` could not bring into the database is a file of 
     SPILL/DATABASE/TIME-ROLLOUT-EVENT.mark1
 
 DATABASE is the beginning of the SHA-256 of the database's address, ROLLOUT that of its run and rollout id, TIME is when
-the mark was made and EVENT its event id, so that the names sort in the order of the marks. The address has neither user
-nor password: every store of this host on the database finds the file, whoever it connects as. The file is one line of
-JSON with the mark, the address, and the SHA-256 of the line without that hash. It is written under a temporary name,
-synced and renamed, and then its folder is synced.
+the mark was made and EVENT its event id, so that the names sort in the order of the marks. The file is one line of JSON
+with the mark, the address, the database's identity, and the SHA-256 of the line without that hash. It is written under
+a temporary name, synced and renamed, and then its folder is synced.
+
+The address has neither user nor password: every store of this host on the database finds the file, whoever it connects
+as. PostgreSQL has an identity too, by which a store finds the file that reaches the database through a pooler, or under
+another name of its host; but not if the process that wrote the file had never reached the database.
 
 Who replays a mark first claims its file by a lock that ends with its process, and removes it when the transaction that
 holds the mark has committed. Its event id makes it a no-op there when it was stored before. So any number of processes
@@ -25,6 +28,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,6 +38,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from tokencustody.errors import InvalidRecordError, TokenCaptureRetiredError
+from tokencustody.sql import registry
 from tokencustody.sql.tables import FailureKind, VersionEvent
 from tokencustody.sql.url import DatabaseUrl
 from tokencustody.store.fence import (
@@ -109,7 +114,10 @@ class Spill:
 
     def __init__(self, root: Path, url: DatabaseUrl) -> None:
         # The user is left out, and with it whatever stands before the last @ of the host.
-        self.address = re.sub(r"(?<=://)[^/]*@", "", url.display)
+        display = f"sqlite:///{os.path.realpath(url.dsn)}" if url.is_sqlite else url.display
+        self.address = re.sub(r"(?<=://)[^/]*@", "", display)
+        self._url = url
+        self._root = root
         self.folder = root / _short_hash(self.address, 32)
 
     def keep(self, mark: Mark) -> Path:
@@ -120,7 +128,7 @@ class Spill:
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(_content(mark, self.address))
+                file.write(_content(mark, self.address, registry.identity_of(self._url)))
                 file.flush()
                 os.fsync(descriptor)
             temporary.rename(path)
@@ -132,13 +140,27 @@ class Spill:
             raise
         return path
 
+    def is_empty(self) -> bool:
+        """Return whether nothing waits, for whatever database."""
+        return not any(_files(folder, "", _SUFFIX) for folder in _files(self._root, "", ""))
+
     def waiting(self, key: RolloutKey | None = None) -> list[Path]:
-        """Return the files of the marks that wait, of one rollout or of all, in the order of the marks."""
-        return _files(self.folder, f"-{_rollout_hash(key)}-" if key else "", _SUFFIX)
+        """Return the files of the marks that wait, of one rollout or of all, in the order of the marks.
+
+        Those that were spilled under another address are among them once this process has reached the database.
+        """
+        infix = f"-{_rollout_hash(key)}-" if key else ""
+        found = _files(self.folder, infix, _SUFFIX)
+        identity = registry.identity_of(self._url)
+        if identity is not None:
+            for folder in _files(self._root, "", ""):
+                if folder != self.folder:
+                    found += [path for path in _files(folder, infix, _SUFFIX) if _identity(path) == identity]
+        return sorted(found, key=lambda path: path.name)
 
     def files(self) -> list[SpilledFile]:
         """Return the marks that wait and those that were kept aside."""
-        return _spilled_files(self.folder)
+        return _spilled_files([*self.waiting(), *_files(self.folder, "", _SUFFIX + _CORRUPT)])
 
     def claim(self, path: Path, claims: ExitStack) -> Mark | None:
         """Return the mark of a file, which nobody else can claim until `claims` is closed.
@@ -156,7 +178,8 @@ class Spill:
         claims.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
         if not os.fstat(descriptor).st_nlink:  # removed before it was claimed
             return None
-        mark = _parsed(path.name, os.read(descriptor, _LARGEST_FILE), self.address)
+        address = self.address if path.parent == self.folder else None
+        mark = _parsed(path.name, os.read(descriptor, _LARGEST_FILE), address)
         if mark is None:
             self._set_aside(path)
         return mark
@@ -182,10 +205,11 @@ class Spill:
         except OSError as exc:
             LOGGER.error("%s holds a mark that is in the database, and cannot be removed: %s", path, exc)
 
-    def sync(self) -> None:
+    def sync(self, removed: Iterable[Path]) -> None:
         """Make removals survive a power cut, after which a mark could come back to a rollout that was deleted."""
-        with contextlib.suppress(OSError):
-            _sync(self.folder)
+        for folder in {path.parent for path in removed}:
+            with contextlib.suppress(OSError):
+                _sync(folder)
 
 
 def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
@@ -213,13 +237,18 @@ def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
 
 def spilled_files(root: Path) -> list[SpilledFile]:
     """Return every mark that waits or was kept aside below `root`, whatever its database, in the order of the marks."""
-    found = [file for folder in _files(root, "", "") for file in _spilled_files(folder)]
-    return sorted(found, key=lambda file: file.path.name)
+    paths = [
+        path
+        for suffix in (_SUFFIX, _SUFFIX + _CORRUPT)
+        for folder in _files(root, "", "")
+        for path in _files(folder, "", suffix)
+    ]
+    return _spilled_files(sorted(paths, key=lambda path: path.name))
 
 
-def _spilled_files(folder: Path) -> list[SpilledFile]:
+def _spilled_files(paths: Iterable[Path]) -> list[SpilledFile]:
     found = []
-    for path in [*_files(folder, "", _SUFFIX), *_files(folder, "", _SUFFIX + _CORRUPT)]:
+    for path in paths:
         try:
             data = _read(path)
         except FileNotFoundError:  # replayed meanwhile
@@ -245,9 +274,19 @@ def _short_hash(text: str, length: int) -> str:
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:length]
 
 
-def _content(mark: Mark, address: str) -> bytes:
+def _identity(path: Path) -> str | None:
+    try:
+        fields = json.loads(_read(path))
+        identity = fields["identity"] if isinstance(fields, dict) else None
+    except (OSError, ValueError, KeyError, RecursionError):
+        return None
+    return identity if isinstance(identity, str) else None
+
+
+def _content(mark: Mark, address: str, identity: str | None) -> bytes:
     fields: dict[str, Any] = {
         "database": address,
+        "identity": identity,
         "run": mark.key.run,
         "rollout_id": mark.key.rollout_id,
         "model_call_id": mark.model_call_id,
@@ -272,7 +311,12 @@ def _parsed(name: str, data: bytes, address: str | None) -> Mark | None:
                 check_call_id(fields["event_id"]),
             ),
         )
-        written = name == _name(mark) and data == _content(mark, address or str(fields["database"]))
+        database, identity = str(fields["database"]), fields["identity"]
+        written = (
+            name == _name(mark)
+            and address in (None, database)
+            and data == _content(mark, database, None if identity is None else str(identity))
+        )
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
     return mark if written and mark.stamp.at.tzinfo is not None else None
