@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from campaigns import driver
+from campaigns.options import positive
 from campaigns.report import Campaign, Summary
 from campaigns.setups import SETUPS
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.check is not None:
         campaign = Campaign(**json.loads((options.check / _SETTINGS).read_text()))
-        summary = Summary(campaign)
+        summary = Summary(campaign, checked_again=True)
         driver.judge(options.check, summary)
         _print(console, summary, as_json=options.json)
         return 0 if summary.passed else 1
@@ -64,19 +65,25 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--database", choices=list(SETUPS), default="sqlite", help="default: sqlite")
     parser.add_argument("--seed", type=int, help="default: drawn, and printed")
-    parser.add_argument("--operations", type=int, default=20_000, metavar="N", help="default: 20000")
-    parser.add_argument("--minutes", type=float, metavar="M", help="end sooner, after so many minutes")
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="processes; default: 4")
+    parser.add_argument(
+        "--operations", type=positive(int), default=20_000, metavar="N", help="default: 20000"
+    )
+    parser.add_argument(
+        "--minutes", type=positive(float), metavar="M", help="end sooner, after so many minutes"
+    )
+    parser.add_argument("--workers", type=positive(int), default=4, metavar="N", help="processes; default: 4")
     parser.add_argument(
         "--faults",
         metavar="A,B",
         help="out of those of the database (default: all; none: no faults): "
         + "; ".join(f"{name}: {', '.join(driver.known_faults(name))}" for name in SETUPS),
     )
-    parser.add_argument("--fault-every", type=int, default=200, metavar="N", help="operations; default: 200")
+    parser.add_argument(
+        "--fault-every", type=positive(int), default=200, metavar="N", help="operations; default: 200"
+    )
     parser.add_argument(
         "--kill-every",
-        type=int,
+        type=positive(int),
         default=400,
         metavar="N",
         help="a worker dies before it has passed its fault point more than N times; default: 400",
@@ -92,6 +99,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     options = parser.parse_args(arguments)
+    if options.check is not None and not (options.check / _SETTINGS).exists():
+        parser.error(f"--check: {options.check} holds no history that was kept")
     known = driver.known_faults(options.database)
     if options.faults is None:
         options.faults = known

@@ -29,6 +29,7 @@ from sqlalchemy import Pool, event
 
 from campaigns.disks import PowerDisk
 from campaigns.history import HistoryWriter, Outcome, read_history
+from campaigns.options import positive
 from campaigns.servers import PostgresCluster
 from tokencustody import CaptureStore, ParentResolutionStatus, TokenEntry, open_store, stamp_lineage
 from tokencustody.errors import StoreUnavailableError
@@ -262,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cuts and print the summary; the status is 1 when calls were lost (with --unsafe: when none were)."""
     parser = argparse.ArgumentParser(prog="scripts/power-cut", description=main.__doc__)
     parser.add_argument("--database", choices=["sqlite", "postgresql"], default="sqlite")
-    parser.add_argument("--cuts", type=int, default=10)
+    parser.add_argument("--cuts", type=positive(int), default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--unsafe", action="store_true", help="turn syncing off: calls must be lost")

@@ -48,6 +48,8 @@ class Summary:
     """
 
     campaign: Campaign
+    # The history alone does not tell the faults, and what the stores counted.
+    checked_again: bool = False
     seconds: float = 0.0
     rollouts: int = 0
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -115,12 +117,14 @@ class Summary:
         table.add_row("all", *(f"{total:,}" for total in totals))
         console.print(table)
         console.print(f"[bold]exceptions allowed by the checker[/]: {self.allowed}")
-        for title, counted in (
-            ("refused with", self.errors),
-            ("faults", self.struck),
-            ("workers killed", self.killed),
-            ("stats of the stores", self.stats),
-        ):
+        told = [("refused with", self.errors)]
+        if not self.checked_again:
+            told += [
+                ("faults", self.struck),
+                ("workers killed", self.killed),
+                ("stats of the stores", self.stats),
+            ]
+        for title, counted in told:
             said = ", ".join(f"{escape(name)} {count:,}" for name, count in sorted(counted.items()) if count)
             console.print(f"[bold]{title}[/]: {said or 'none'}", soft_wrap=True)
         for text in self.crashes[:_MOST_SHOWN]:

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from campaigns.fuzzing.cases import Found, Summary, Target, run
 from campaigns.fuzzing.targets import GROUPS, groups
+from campaigns.options import positive
 from tests.support.postgres import postgres_server
 from tokencustody.sql import migrate
 
@@ -75,8 +76,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="scripts/fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=5.0, help="how long, for all targets together (5)")
-    parser.add_argument("--cases", type=int, help="this many cases of each target instead of minutes")
+    parser.add_argument(
+        "--minutes", type=positive(float), default=5.0, help="how long, for all targets together (5)"
+    )
+    parser.add_argument(
+        "--cases", type=positive(int), help="this many cases of each target instead of minutes"
+    )
     parser.add_argument("--only", default=",".join(GROUPS), help=f"some of {','.join(GROUPS)}")
     parser.add_argument("--no-postgresql", action="store_true", help="without a PostgreSQL server of its own")
     parser.add_argument("--target", help="with --case: the target of a case")
