@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import pwd
 import signal
 import stat
 import subprocess
@@ -20,13 +21,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from typer.testing import CliRunner
 
 from campaigns.relay import ChaosRelay
 from tests.store.rows import rows_of
 from tests.store.test_transactions import Points, connection_lost
 from tests.support.entries import make_entry
-from tests.support.machine import needs_mounts
+from tests.support.machine import needs_mounts, needs_root
 from tokencustody import CaptureStore, open_store
+from tokencustody.cli import app
 from tokencustody.errors import InvalidRecordError, StoreUnavailableError, TokenCaptureRetiredError
 from tokencustody.sql import migrate, tables
 from tokencustody.sql.url import parse_url
@@ -217,7 +220,7 @@ async def test_nothing_is_written_after_a_mark_that_somebody_else_is_replaying(
         path = spill.keep(make_mark())
         with ExitStack() as claims:
             assert spill.claim(path, claims) is not None
-            with pytest.raises(StoreUnavailableError, match="somebody else has not done with"):
+            with pytest.raises(StoreUnavailableError, match="its replay has not ended elsewhere"):
                 await store.source.delete(["rollout-1"])
         assert await store.source.delete(["rollout-1"]) == {"absent": [], "removed": ["rollout-1"]}
         await replayed(store)
@@ -471,6 +474,43 @@ async def test_a_mark_under_another_address_is_replayed_by_the_first_use_of_the_
         await store.sink.begin_call("rollout-2", "call-0")
         await replayed(store)
     assert await events(store_url) == [("open", ""), ("mark", "call-1")]
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Act as a user who may read nothing of ours. What is imported must be before."""
+    needs_root()
+    os.seteuid(pwd.getpwnam("nobody").pw_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+async def test_a_freeze_by_a_user_who_may_not_see_the_waiting_marks_is_refused(
+    store_url: str, spill_folder: Path
+) -> None:
+    async with open_store(store_url, run=RUN) as store:
+        await store.source.freeze("another")
+        Spill(spill_folder, parse_url(store_url)).keep(make_mark())
+        with (
+            as_nobody(),
+            pytest.raises(StoreUnavailableError, match=r"may wait in .*, but this user may not look"),
+        ):
+            await store.source.freeze("rollout-1")
+    assert await events(store_url) == []
+
+
+def test_marks_that_this_user_may_not_see_are_no_empty_list(postgres_url: str, spill_folder: Path) -> None:
+    commands = (["list"], ["replay", "--url", postgres_url])
+    for seen in (False, True):
+        if seen:
+            Spill(spill_folder, parse_url(postgres_url)).keep(make_mark())
+        for command in commands:
+            with as_nobody() if seen else contextlib.nullcontext():
+                done = CliRunner().invoke(app, ["spill", *command])
+            assert done.exit_code == (1 if seen else 0)
+            assert done.stderr.startswith("error: marks may wait in ") == seen
 
 
 async def test_the_marks_of_another_database_of_the_same_server_stay_where_they_are(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokencustody.cli.db import Json, Url
-from tokencustody.cli.printing import console, literal, moment, plural, print_json
+from tokencustody.cli.printing import console, literal, moment, plural, print_json, printable
 
 if TYPE_CHECKING:
     from tokencustody.store.spill import SpilledFile
 
 DEADLINE = 10.0
-_WORTH_A_BAR = 50
 
 spill = typer.Typer(
     help="See and replay the marks that wait on this host for their database.", no_args_is_help=True
@@ -38,7 +39,8 @@ def list_(folder: Folder = None, as_json: Json = False) -> None:
     from tokencustody.store.spill import spilled_files
 
     root = _root(folder)
-    files = spilled_files(root)
+    with _looking():
+        files = spilled_files(root)
     if as_json:
         print_json({"folder": str(root), "files": [_plain(file) for file in files]})
     elif not files:
@@ -72,7 +74,7 @@ def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
         MofNCompleteColumn(),
         console=err,
         transient=True,
-        disable=len(waiting.waiting()) < _WORTH_A_BAR or not err.is_terminal,
+        disable=not err.is_terminal,
     )
 
     async def run() -> None:
@@ -88,11 +90,11 @@ def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
         replayed[stored] += 1
         bar.advance(task)
 
-    with bar:
+    with _looking(), bar:
         task = bar.add_task("", total=None)
         if not waiting.is_empty():
             asyncio.run(run())
-    left = waiting.files()
+        left = waiting.files()
     if as_json:
         corrupt = sum(file.mark is None for file in left)
         print_json(
@@ -114,10 +116,21 @@ def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
 def _root(folder: Path | None) -> Path:
     from tokencustody.store.spill import spill_root
 
+    if folder is not None and not folder.is_dir():
+        raise typer.BadParameter(f"{folder} is no folder", param_hint="--spill")
     root = spill_root(folder or "")
     if root is None:
         raise typer.BadParameter("marks are kept nowhere: name the folder", param_hint="--spill")
     return root
+
+
+@contextmanager
+def _looking() -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as exc:
+        typer.echo(f"error: marks may wait in {printable(str(exc.filename))}: {exc.strerror}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _plain(file: SpilledFile) -> dict[str, Any]:

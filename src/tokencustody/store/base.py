@@ -7,7 +7,7 @@ import socket
 from datetime import UTC, datetime
 from typing import Self
 
-from tokencustody.errors import EntryTooLargeError, InvalidRecordError
+from tokencustody.errors import EntryTooLargeError, InvalidRecordError, StoreUnavailableError
 from tokencustody.sql.coalescing import Coalesce
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, Result, Work
 from tokencustody.sql.transactions import Database, Doors
@@ -114,16 +114,26 @@ class SqlStore(DatabaseClient):
 
     async def _write_after_marks_through(self, doors: Doors, key: RolloutKey, work: Work[Result]) -> Result:
         self._replay_once()
-        if self._replayer is None or self._replayer.spill.is_empty():
-            return await doors.write(work)
-        # Only then is it known which marks, spilled under other addresses, are for this database.
-        await doors.reached()
-        if not self._replayer.spill.waiting(key):
+        if self._replayer is None or not await self._must_wait_for_marks(doors, self._replayer.spill, key):
             return await doors.write(work)
         # It settles those that are left when `work` is refused, as by a fence.
         self._replayer.start()
         give_up = self._database.end_of_patience()
         return await write_after_marks(doors, self._replayer.spill, key, work, give_up)
+
+    async def _must_wait_for_marks(self, doors: Doors, spill: Spill, key: RolloutKey) -> bool:
+        try:
+            if spill.is_empty():
+                return False
+            # Only then is it known which marks, spilled under other addresses, are for this database.
+            await doors.reached()
+            return bool(spill.waiting(key))
+        except PermissionError as exc:
+            raise StoreUnavailableError(
+                f"marks of rollout {key.rollout_id} of run {key.run} may wait in {spill.folder} and must come first, "
+                f"but this user may not look: {exc.strerror}; let the user of that folder replay them, or open the "
+                "store with another folder (the option spill), or with none"
+            ) from exc
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ background."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -100,7 +101,7 @@ async def _claim(spill: Spill, path: Path, claims: ExitStack, give_up: float) ->
         except BlockingIOError:
             if asyncio.get_running_loop().time() + pause >= give_up:
                 raise StoreUnavailableError(
-                    f"a mark for {spill.address} waits on this host, and somebody else has not done with {path} yet"
+                    f"a mark for {spill.address} waits on this host, and its replay has not ended elsewhere: {path}"
                 ) from None
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_CLAIM_PAUSE)
@@ -135,8 +136,16 @@ class Replayer:
         if here not in self._tasks:
             self._tasks = {at: task for at, task in self._tasks.items() if not at[1].is_closed()}
             self._tasks[here] = None
-            if not self.spill.is_empty():
-                self.start()
+            try:
+                if not self.spill.is_empty():
+                    self.start()
+            except OSError as exc:
+                LOGGER.error(
+                    "marks for %s may wait in %s, which cannot be read: %s",
+                    self.spill.address,
+                    self.spill.folder,
+                    exc,
+                )
 
     def start(self) -> None:
         """Start, unless it runs or the store is closed."""
@@ -158,7 +167,10 @@ class Replayer:
     def report(self) -> None:
         """Log what is left, if this replayer ever had something to do."""
         tasks, self._tasks = self._tasks, {}
-        if any(tasks.values()) and (left := len(self.spill.waiting())):
+        left = 0
+        with contextlib.suppress(OSError):
+            left = len(self.spill.waiting()) if any(tasks.values()) else 0
+        if left:
             LOGGER.warning(
                 "%d mark%s for %s still wait%s in %s: the next store on this host that uses the database replays "
                 "them, or `tokencustody spill replay`",

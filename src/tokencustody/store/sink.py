@@ -188,8 +188,8 @@ class SqlTokenSink(SqlStore):
         except OSError as exc:
             LOGGER.error("%s is lost: %s; and it cannot be kept on this host: %s", mark, unavailable, exc)
             raise StoreUnavailableError(
-                f"{unavailable}; and {mark} cannot be kept on this host: {exc}; make room for it, or name another "
-                "folder with the option spill, and mark the rollout again"
+                f"{unavailable}; and {mark} cannot be kept on this host: {exc}; mend that, or name another folder "
+                "with the option spill, and mark the rollout again"
             ) from unavailable
         doors.count("spilled_marks")
         LOGGER.warning("%s waits on this host, in %s: %s", mark, path, unavailable)

@@ -141,22 +141,31 @@ class Spill:
         return path
 
     def is_empty(self) -> bool:
-        """Return whether nothing waits, for whatever database."""
-        return not any(_files(folder, "", _SUFFIX) for folder in _files(self._root, "", ""))
+        """Return whether nothing waits, for whatever database. Raises OSError, as `waiting`."""
+        return not _files(self.folder, "", _SUFFIX) and not any(
+            _files_of_others(folder, "") for folder in self._other_folders()
+        )
 
     def waiting(self, key: RolloutKey | None = None) -> list[Path]:
         """Return the files of the marks that wait, of one rollout or of all, in the order of the marks.
 
-        Those that were spilled under another address are among them once this process has reached the database.
+        Those that were spilled under another address are among them once this process has reached the database. Raises
+        OSError when this user may not look into the folder of the database's address.
         """
         infix = f"-{_rollout_hash(key)}-" if key else ""
         found = _files(self.folder, infix, _SUFFIX)
         identity = registry.identity_of(self._url)
         if identity is not None:
-            for folder in _files(self._root, "", ""):
-                if folder != self.folder:
-                    found += [path for path in _files(folder, infix, _SUFFIX) if _identity(path) == identity]
+            found += [
+                path
+                for folder in self._other_folders()
+                for path in _files_of_others(folder, infix)
+                if _identity(path) == identity
+            ]
         return sorted(found, key=lambda path: path.name)
+
+    def _other_folders(self) -> list[Path]:
+        return [folder for folder in _folders(self._root) if folder != self.folder]
 
     def files(self) -> list[SpilledFile]:
         """Return the marks that wait and those that were kept aside."""
@@ -236,7 +245,10 @@ def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
 
 
 def spilled_files(root: Path) -> list[SpilledFile]:
-    """Return every mark that waits or was kept aside below `root`, whatever its database, in the order of the marks."""
+    """Return every mark that waits or was kept aside below `root`, whatever its database, in the order of the marks.
+
+    Raises OSError when this user may not look everywhere.
+    """
     paths = [
         path
         for suffix in (_SUFFIX, _SUFFIX + _CORRUPT)
@@ -326,13 +338,25 @@ def _files(folder: Path, infix: str, suffix: str) -> list[Path]:
     try:
         with os.scandir(folder) as found:
             names = [each.name for each in found if infix in each.name and each.name.endswith(suffix)]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        # A folder that this user cannot look into holds nothing that this user wrote.
-        return []
-    except OSError as exc:
-        LOGGER.error("marks may wait in %s, which cannot be read: %s", folder, exc)
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [folder / name for name in sorted(names)]
+
+
+def _folders(root: Path) -> list[Path]:
+    try:
+        return _files(root, "", "")
+    except OSError as exc:
+        LOGGER.warning("marks of other databases may wait in %s, which cannot be read: %s", root, exc)
+        return []
+
+
+def _files_of_others(folder: Path, infix: str) -> list[Path]:
+    try:
+        return _files(folder, infix, _SUFFIX)
+    except OSError as exc:
+        LOGGER.warning("marks of another address may wait in %s, which cannot be read: %s", folder, exc)
+        return []
 
 
 def _read(path: Path) -> bytes:
