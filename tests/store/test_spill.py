@@ -39,7 +39,7 @@ from tokencustody.store.replaying import Replayer, replay
 from tokencustody.store.spill import Mark, Spill, spill_root
 
 RUN = "run-1"
-SOON = 0.3
+SOON = 0.5
 LOCK = """
 import sqlite3, sys
 sqlite3.connect(sys.argv[1], isolation_level=None).execute("BEGIN IMMEDIATE")
@@ -88,6 +88,9 @@ def outage(store_url: str) -> Iterator[Outage]:
 @pytest.fixture
 def spill(store_url: str, spill_folder: Path) -> Spill:
     """The spill of `store_url`, when that is used without a detour."""
+    if store_url.startswith("sqlite"):
+        # To make the tables takes longer than these stores are patient.
+        migrate.upgrade(store_url)
     return Spill(spill_folder, parse_url(store_url))
 
 

@@ -90,7 +90,9 @@ async def test_a_failure_before_the_commit_is_no_unknown_outcome(store: CaptureS
 
 
 async def test_an_unknown_outcome_that_is_not_settled_says_so(store_url: str, faults: Points) -> None:
-    async with open_store(store_url, deadline=0.3) as store:
+    async with open_store(store_url) as patient:
+        await patient.source.freeze("warm-up")
+    async with open_store(store_url, deadline=0.5) as store:
         await store.source.freeze("warm-up")
         faults[AFTER_COMMIT] = failing(10**9, ConnectionResetError("lost"))
         with pytest.raises(
