@@ -261,7 +261,7 @@ def sync_nothing() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cuts and print the summary; the status is 1 when calls were lost (with --unsafe: when none were)."""
-    parser = argparse.ArgumentParser(prog="scripts/power-cut", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/power-cut", description=f"{main.__doc__} Needs root.")
     parser.add_argument("--database", choices=["sqlite", "postgresql"], default="sqlite")
     parser.add_argument("--cuts", type=positive(int), default=10)
     parser.add_argument("--seed", type=int, default=1)
@@ -270,14 +270,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--number", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if not options.write and os.geteuid():
+        parser.error("only root can mount the disk whose power is cut")
     if options.write:
         if options.unsafe:
             sync_nothing()
         try:
             asyncio.run(write(os.environ["DATABASE_URL"], options.write, options.number))
         except StoreUnavailableError as exc:
-            # After the cut by right, before it for a reason that must be seen.
-            print(exc, file=sys.stderr, flush=True)
+            # Before the cut it would be a reason that must be seen.
+            print(f"the writer ended, as it must after a cut: {exc}", file=sys.stderr, flush=True)
         # The disk is gone; the end comes from outside, or with the end of who started it.
         sys.stdin.read()
         return 0
@@ -288,9 +290,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unsafe=options.unsafe,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    print(json.dumps(asdict(summary)) if options.json else summary)
+    if options.json:
+        print(json.dumps(asdict(summary)))
+    else:
+        print(", ".join(f"{name}: {value}" for name, value in asdict(summary).items()))
     return int(bool(summary.lost) != options.unsafe)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

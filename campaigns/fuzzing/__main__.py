@@ -183,4 +183,7 @@ def _print(console: Console, summaries: dict[str, Summary], *, details: bool) ->
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
