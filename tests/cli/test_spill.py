@@ -141,3 +141,32 @@ def test_the_folder_can_be_named_and_must_be_when_the_environment_turns_the_spil
     keep(Spill(tmp_path / "named", parse_url(tmp_path / "some.db")))
     named = run(capsys, monkeypatch, "list", "--spill", str(tmp_path / "named"), "--json")
     assert (named.code, len(json.loads(named.out)["files"])) == (1, 1)
+
+
+def test_an_address_that_leads_nowhere_is_no_success(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = run(capsys, monkeypatch, "replay", "--url", str(tmp_path / "missing.db"))
+    assert (ended.code, ended.out) == (1, "")
+    assert "does not exist" in ended.err
+
+
+def test_marks_of_a_database_that_was_moved_are_replayed_from_its_old_address(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill_folder: Path
+) -> None:
+    migrate.upgrade(store_url)
+    old = "postgresql://trainer:secret@old-host/captures"
+    keep(Spill(spill_folder, parse_url(old)))
+    here = run(capsys, monkeypatch, "replay", "--url", store_url)
+    assert (here.code, here.out.endswith(": 0 marks replayed\n")) == (0, True)
+    moved = run(capsys, monkeypatch, "replay", "--url", store_url, "--of", old, "--json")
+    assert (moved.code, json.loads(moved.out)["replayed"]) == (0, 1)
+    assert [row["model_call_id"] for row in asyncio.run(rows_of(store_url, tables.failures))] == ["call-1"]
+
+
+def test_a_folder_that_is_not_there_is_no_empty_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = run(capsys, monkeypatch, "list", "--spill", str(tmp_path / "misspelt"))
+    assert (ended.code, ended.out) == (2, "")
+    assert "--spill" in ended.err

@@ -65,3 +65,13 @@ def test_the_home_of_a_user_who_is_not_known_is_refused() -> None:
 def test_a_path_may_hold_a_colon_or_an_at_sign(path: str) -> None:
     assert parse_url(path).dsn.endswith(path.removeprefix("./"))
     assert parse_url(f"sqlite:///me:x@{path}").is_sqlite
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["me:secret@host/x", "host=db password=secret dbname=x", "dbname=x user=me password = secret"],
+)
+def test_what_is_neither_a_url_nor_a_path_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(InvalidRecordError, match="neither a path nor a URL") as refused:
+        parse_url(url)
+    assert "secret" not in str(refused.value)

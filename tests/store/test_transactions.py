@@ -32,7 +32,7 @@ from tokencustody.errors import (
 )
 from tokencustody.sql import faults as faults_module
 from tokencustody.sql import tables
-from tokencustody.sql.faults import SQLITE_CODES, SQLSTATES, Fault, classify
+from tokencustody.sql.faults import SQLITE_CODES, SQLSTATES, Failure, Fault, classify
 from tokencustody.sql.registry import open_engines
 from tokencustody.sql.url import parse_url
 
@@ -270,19 +270,23 @@ async def test_a_sqlite_path_that_cannot_be_opened_is_unavailable_at_once(tmp_pa
             await store.source.freeze("rollout-1")
 
 
-@pytest.mark.parametrize(("sqlstate", "fault"), SQLSTATES.items())
-def test_each_sqlstate_of_the_table_means_what_the_table_says(sqlstate: str, fault: Fault) -> None:
+@pytest.mark.parametrize(("sqlstate", "failure"), SQLSTATES.items())
+def test_each_sqlstate_of_the_table_means_what_the_table_says(sqlstate: str, failure: Failure) -> None:
     full = (sqlstate + "000")[:5]
-    assert classify(DBAPIError("SELECT", {}, DriverError(sqlstate=full))) is fault
-    assert classify(DriverError(sqlstate=full)) is fault
+    assert classify(DBAPIError("SELECT", {}, DriverError(sqlstate=full))) is failure
+    assert classify(DriverError(sqlstate=full)) is failure
 
 
-@pytest.mark.parametrize(("code", "fault"), SQLITE_CODES.items())
+@pytest.mark.parametrize(("code", "failure"), SQLITE_CODES.items())
 def test_each_sqlite_code_of_the_table_and_its_extensions_mean_what_the_table_says(
-    code: int, fault: Fault
+    code: int, failure: Failure
 ) -> None:
     for extended in (code, code | 1 << 8, code | 2 << 8):
-        assert classify(OperationalError("SELECT", {}, DriverError(sqlite_errorcode=extended))) is fault
+        assert classify(OperationalError("SELECT", {}, DriverError(sqlite_errorcode=extended))) is failure
+
+
+def test_what_this_user_may_not_open_is_not_asked_for_again() -> None:
+    assert classify(PermissionError(13, "Permission denied")) == Failure(Fault.UNAVAILABLE)
 
 
 @pytest.mark.parametrize("sqlstate", ["23505", "23503", "42P01", "22021", "XX000"])

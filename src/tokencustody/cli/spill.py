@@ -47,13 +47,32 @@ def list_(folder: Folder = None, as_json: Json = False) -> None:
         typer.echo(f"no mark waits in {root}")
     else:
         console(folds=True).print(_table(files))
-        typer.echo(f"{_counted(files)} in {root}; replay with: tokencustody spill replay --url URL")
+        typer.echo(f"{_counted(files)} in {root}")
+        if any(file.mark for file in files):
+            typer.echo("replay with: tokencustody spill replay --url URL")
+        if any(file.mark is None for file in files):
+            typer.echo(
+                "a corrupt file was the mark of a rollout: mask what you cannot vouch for, then remove the file"
+            )
     if files:
         raise typer.Exit(1)
 
 
 @spill.command()
-def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
+def replay(
+    url: Url,
+    folder: Folder = None,
+    of: Annotated[
+        str | None,
+        typer.Option(
+            "--of",
+            metavar="URL",
+            help="Another address, as `spill list` shows it, under which the marks were kept: for a database that was "
+            "moved to a new server.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Bring the marks that wait for a database, of every run, into it. Exit code 1 if any are left or corrupt."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -65,7 +84,7 @@ def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     database = Database(parse_url(url), deadline=DEADLINE, creates=False)
-    waiting = Spill(_root(folder), database.url)
+    waiting = Spill(_root(folder), parse_url(of) if of else database.url)
     replayed = {True: 0, False: 0}
     err = Console(stderr=True)
     bar = Progress(
@@ -91,9 +110,9 @@ def replay(url: Url, folder: Folder = None, as_json: Json = False) -> None:
         bar.advance(task)
 
     with _looking(), bar:
-        task = bar.add_task("", total=None)
-        if not waiting.is_empty():
-            asyncio.run(run())
+        task = bar.add_task("", total=len(waiting.waiting()) or None)
+        # Also when nothing waits: an address that leads nowhere is no success.
+        asyncio.run(run())
         left = waiting.files()
     if as_json:
         corrupt = sum(file.mark is None for file in left)

@@ -123,6 +123,8 @@ def classify(exc: BaseException) -> Failure | None:
     code = getattr(cause, "sqlite_errorcode", None)
     if isinstance(code, int):
         return SQLITE_CODES.get(code & 0xFF)  # the low byte is the primary code, BUSY for BUSY_SNAPSHOT
+    if isinstance(cause, PermissionError):
+        return _UNAVAILABLE  # a socket or a certificate of somebody else
     if isinstance(cause, TimeoutError | PoolTimeoutError):
         return Failure(Fault.LOST, Cause.TIMEOUT)
     if isinstance(cause, OSError) or (isinstance(exc, DBAPIError) and exc.connection_invalidated):
@@ -140,7 +142,12 @@ def unavailable(
     after = f" after {tries} tries" if tries > 1 else ""
     hint = "; a commit may have happened, so repeat the call, which stores nothing twice" if unknown else ""
     if isinstance(exc, TimeoutError):
-        waited = "no answer" if started else "no connection: the server does not answer or the pool is busy"
+        busy = (
+            "no turn: the file is locked, or other calls come first"
+            if url.is_sqlite
+            else "no connection: the server does not answer or the pool is busy"
+        )
+        waited = "no answer" if started else busy
         return StoreUnavailableError(
             f"{url.display} is not available{after}: {waited} before the deadline{hint}"
         )

@@ -36,8 +36,11 @@ _IGNORED_BY_ASYNCPG = {
 
 
 _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
-# A URL of a server that lost a part of its beginning, with a user and a password in it.
-_NO_PATH = re.compile(r"(postgres|postgresql(\+asyncpg)?):|.*:.*@", re.DOTALL)
+# A URL of a server that lost a part of its beginning, with a user and a password in it, or libpq's other form.
+_NO_PATH = re.compile(
+    r"(postgres|postgresql(\+asyncpg)?):|.*:.*@|(.*\s)?(host|hostaddr|port|dbname|user|password)\s*=",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def parse_url(url: str | os.PathLike[str]) -> DatabaseUrl:
         if _NO_PATH.match(url):
             raise InvalidRecordError(
                 "this is neither a path nor a URL; write postgresql://user@host/database, or sqlite:///file for a path "
-                "with : and @ in it"
+                "with :, @ or = in it"
             )
         return _sqlite(url)
     if scheme in ("sqlite", "sqlite+aiosqlite"):
