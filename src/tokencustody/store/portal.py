@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tokencustody.errors import StoreClosedError
@@ -166,6 +167,7 @@ class _Worker:
         finally:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
+            _wait_until_gone(self._thread)
 
     def _fetch(self) -> None:
         with self._lock:
@@ -179,6 +181,16 @@ class _Worker:
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._stop.wait())
+
+
+def _wait_until_gone(joined: threading.Thread) -> None:
+    """Wait until the system has ended a thread that Python has joined.
+
+    In between OpenSSL cleans up after it, with a lock that a fork would leave taken in the child for ever.
+    """
+    # Elsewhere than on Linux there is no such file, and no wait.
+    while Path(f"/proc/self/task/{joined.native_id}").exists():
+        os.sched_yield()
 
 
 _all_loops: weakref.WeakSet[BackgroundLoop] = weakref.WeakSet()
