@@ -60,6 +60,10 @@ def _damaged(seed: str) -> Iterator[Case]:
         def case(rng: random.Random) -> str:
             files = dict(rng.choice((database.files, database.closed)))
             damage = rng.choice(_DAMAGES)(rng, files, database.others)
+            attachments = tuple(written.attachment for written in database.written)
+            for written in database.written:
+                # Its pages are whole, but those of an index and of its table may be of two databases.
+                written.mistakable = attachments if damage == "log of another" else ()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             for name, data in files.items():

@@ -135,3 +135,9 @@ async def test_a_version_table_that_makes_no_sense_is_named(tmp_path: Path) -> N
     async with open_store(path) as store:
         with pytest.raises(CorruptEntryError, match="holds what this library does not write"):
             await store.sink.put(make_entry())
+
+
+def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
+    for migration in (migrate.upgrade, migrate.current, migrate.check):
+        with pytest.raises(StoreUnavailableError, match="is not available"):
+            migration(str(tmp_path / ("x" * 300)))

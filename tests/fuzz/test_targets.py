@@ -53,6 +53,14 @@ def test_what_went_wrong_is_refused_by_name_or_comes_back_as_it_was(name: str) -
     assert summary.cases == sum(summary.ends.values()) == 150
 
 
+@pytest.mark.parametrize(
+    ("target", "case"), [(_PURE["receipts"], 67), (_PURE["receipts"], 3857), (files.TARGETS[0], 26)]
+)
+def test_a_case_that_once_broke_a_promise_breaks_none(target: Target, case: int) -> None:
+    summary = run(target, 20261130, lambda number: number < 1, first=case)
+    assert [violation.text for violation in summary.violations] == []
+
+
 @pytest.mark.parametrize("name", ["payloads", "staged-payloads", "entries", "conversations"])
 def test_hypothesis_finds_no_case_that_breaks_a_promise(name: str) -> None:
     with _PURE[name].opened("0") as case:

@@ -75,3 +75,8 @@ def test_what_is_neither_a_url_nor_a_path_is_refused_without_its_password(url: s
     with pytest.raises(InvalidRecordError, match="neither a path nor a URL") as refused:
         parse_url(url)
     assert "secret" not in str(refused.value)
+
+
+def test_a_path_with_a_nul_is_refused() -> None:
+    with pytest.raises(InvalidRecordError, match="no NUL"):
+        parse_url("captures\0.db")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from tokencustody.errors import CorruptEntryError, StoreUnavailableError
@@ -165,17 +165,20 @@ def unavailable(
 def damage(url: DatabaseUrl, exc: BaseException) -> CorruptEntryError | None:
     """Return the error for what a transaction could not make sense of, though its arguments had been checked before.
 
-    It does not repeat what `exc` says, which may quote values. Errors of this library and of PostgreSQL are not meant.
+    It does not repeat what `exc` says, which may quote values. Errors of this library are not meant, and of those of
+    PostgreSQL only a constraint that refused what follows from the rows.
     """
-    is_sense = type(exc).__module__ == CorruptEntryError.__module__
-    is_nonsense = isinstance(exc, ValueError | TypeError | LookupError) and not is_sense
-    if is_nonsense or (isinstance(exc, DBAPIError) and url.is_sqlite):
-        kind = type(getattr(exc, "orig", None) or exc).__name__
-        return CorruptEntryError(
-            f"{url.display} holds what this library does not write ({kind}); check the database and restore it from a "
-            "backup"
-        )
-    return None
+    is_ours = type(exc).__module__ == CorruptEntryError.__module__
+    is_nonsense = isinstance(exc, ValueError | TypeError | LookupError) and not is_ours
+    if isinstance(exc, DBAPIError):
+        is_nonsense = url.is_sqlite or isinstance(exc, IntegrityError)
+    if not is_nonsense:
+        return None
+    kind = type(getattr(exc, "orig", None) or exc).__name__
+    return CorruptEntryError(
+        f"{url.display} holds what this library does not write ({kind}); check the database and restore it from a "
+        "backup"
+    )
 
 
 async def reach(point: str) -> None:

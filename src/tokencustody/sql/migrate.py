@@ -310,7 +310,10 @@ def _is_missing(url: DatabaseUrl) -> bool:
     if not url.is_sqlite:
         return False
     _refuse_lost_file(url)
-    return not Path(url.dsn).exists()
+    try:
+        return not Path(url.dsn).exists()
+    except OSError as exc:
+        raise StoreUnavailableError(f"{url.display} is not available: {exc.strerror}") from exc
 
 
 def _refuse_lost_file(url: DatabaseUrl) -> None:

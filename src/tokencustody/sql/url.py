@@ -98,6 +98,8 @@ def parse_url(url: str | os.PathLike[str]) -> DatabaseUrl:
 def _sqlite(path: str) -> DatabaseUrl:
     if not path or ":memory:" in path:
         raise InvalidRecordError("custody needs a SQLite file that outlives the process: give a path")
+    if "\0" in path:
+        raise InvalidRecordError("the path of a SQLite file has no NUL")
     # Resolved now, because a worker may change its directory before it first connects.
     try:
         absolute = str(Path(path).expanduser().absolute())

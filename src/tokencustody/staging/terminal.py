@@ -205,7 +205,10 @@ def _last_turn(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _is_input(item: Mapping[str, Any]) -> bool:
-    return (item.get("role") or "assistant") != "assistant" or str(item.get("type")).endswith("_output")
+    kind = item.get("type")
+    return (item.get("role") or "assistant") != "assistant" or (
+        isinstance(kind, str) and kind.endswith("_output")
+    )
 
 
 def _only(matches: Sequence[CallRecord]) -> str | None:
