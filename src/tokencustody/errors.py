@@ -46,14 +46,19 @@ class CorruptEntryError(RuntimeError):
 
 
 class StagedCallMissingError(LookupError):
-    """Staged calls that were asked for are not there. `staging_keys` lists all of them, in the order asked."""
+    """Staged calls that were asked for are not there. `staging_keys` lists all of them, in the order asked.
+
+    The message names the first twenty, the longest shortened.
+    """
 
     def __init__(self, staging_keys: Sequence[str]) -> None:
         super().__init__(staging_keys)
         self.staging_keys = list(staging_keys)
 
     def __str__(self) -> str:
-        return f"nothing is staged under {', '.join(map(repr, self.staging_keys))}"
+        shown = [repr(key) if len(key) <= 200 else f"{key[:200]!r}…" for key in self.staging_keys[:20]]
+        more = len(self.staging_keys) - len(shown)
+        return f"nothing is staged under {', '.join(shown)}" + (f" and {more} more keys" if more else "")
 
 
 class LineageError(RuntimeError):

@@ -36,3 +36,10 @@ def test_the_error_for_missing_staged_calls_lists_their_keys_and_survives_pickli
     error = pickle.loads(pickle.dumps(errors.StagedCallMissingError(["r/a", "r/b"])))  # noqa: S301
     assert error.staging_keys == ["r/a", "r/b"]
     assert str(error) == "nothing is staged under 'r/a', 'r/b'"
+
+
+def test_the_message_about_many_or_long_missing_calls_is_short_and_the_error_names_all() -> None:
+    error = errors.StagedCallMissingError([f"r/{number}" for number in range(1000)])
+    assert str(error).endswith("'r/19' and 980 more keys")
+    assert len(error.staging_keys) == 1000
+    assert len(str(errors.StagedCallMissingError(["r/" + "x" * 5000]))) < 300
