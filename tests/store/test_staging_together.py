@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-import asyncpg
 import pytest
-from sqlalchemy.exc import DBAPIError
 
 from tests.store.rows import rows_of, run_sql
 from tests.store.test_transactions import Points, connection_lost, failing, serialization_failure
@@ -163,9 +160,9 @@ async def test_a_call_that_the_database_refuses_fails_alone_in_its_batch(
     calls = neighbours(THREADS - 1)
     bad = partial(staging.stage, stage("bad", rollout="r0").snapshot)
     ends = at_once(staging, faults, [bad, *(partial(staging.stage, call) for call in calls)])
-    refused = (DBAPIError, sqlite3.IntegrityError, asyncpg.CheckViolationError)
-    with pytest.raises(refused, match="refuse"):
-        ends[0].result()
+    refused = ends[0].result()
+    assert not refused.ok
+    assert "holds what this library does not write" in (refused.error or "")
     assert all(end.result().ok for end in ends[1:])
     assert len(staging.fetch(keys_of(calls))) == THREADS - 1
 

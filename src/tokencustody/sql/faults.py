@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from tokencustody.errors import CorruptEntryError, StoreUnavailableError
@@ -170,11 +170,13 @@ def damage(url: DatabaseUrl, exc: BaseException) -> CorruptEntryError | None:
     """
     is_ours = type(exc).__module__ == CorruptEntryError.__module__
     is_nonsense = isinstance(exc, ValueError | TypeError | LookupError) and not is_ours
-    if isinstance(exc, DBAPIError):
-        is_nonsense = url.is_sqlite or isinstance(exc, IntegrityError)
-    if not is_nonsense:
+    cause = exc.orig if isinstance(exc, DBAPIError) else exc
+    if url.is_sqlite and isinstance(exc, DBAPIError | sqlite3.Error):
+        is_nonsense = True
+    # Class 23: an integrity constraint was violated.
+    if not is_nonsense and not str(getattr(cause, "sqlstate", "")).startswith("23"):
         return None
-    kind = type(getattr(exc, "orig", None) or exc).__name__
+    kind = type(cause).__name__
     return CorruptEntryError(
         f"{url.display} holds what this library does not write ({kind}); check the database and restore it from a "
         "backup"
