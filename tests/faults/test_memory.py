@@ -96,7 +96,7 @@ def rows() -> tuple[list[dict[str, object]], int]:
     return made, sum(len(row["payload"]) for row in made)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads what is resident from /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="this machine has no /proc, which tells what is resident")
 async def test_a_freeze_of_ten_thousand_calls_holds_the_snapshot_and_not_the_packed_rows_beside_it(
     store_url: str,
 ) -> None:

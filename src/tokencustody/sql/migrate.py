@@ -249,7 +249,7 @@ def _on_sqlite(
     timeout: float = engine.DEFAULT_DEADLINE,
 ) -> Result:
     with _turn:
-        _refuse_lost_file(url)
+        sqlite.refuse_lost_file(url)
         if writes:
             sqlite.create_file(url)
         # Not the store's engine: that one sets the journal mode, and may find itself in someone else's file.
@@ -309,25 +309,11 @@ def _parsed(url: Url) -> DatabaseUrl:
 def _is_missing(url: DatabaseUrl) -> bool:
     if not url.is_sqlite:
         return False
-    _refuse_lost_file(url)
+    sqlite.refuse_lost_file(url)
     try:
         return not Path(url.dsn).exists()
     except OSError as exc:
         raise StoreUnavailableError(f"{url.display} is not available: {exc.strerror}") from exc
-
-
-def _refuse_lost_file(url: DatabaseUrl) -> None:
-    """Raise StoreUnavailableError where only the log of a SQLite file is left, which SQLite would delete."""
-    file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
-    try:
-        is_lost = log.stat().st_size > 0 and not (file.exists() and file.stat().st_size)
-    except OSError:
-        return
-    if is_lost:
-        raise StoreUnavailableError(
-            f"{url.display} is missing or empty, but its log {log.name} is there, and may hold calls: put the file "
-            "back beside its log, or move the log away to begin anew"
-        )
 
 
 def _stored(connection: Connection) -> _Stored:

@@ -14,12 +14,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
-from tokencustody.errors import DurabilityError
+from tokencustody.errors import DurabilityError, StoreUnavailableError
 from tokencustody.sql.engine import LOGGING_NAME, Attempt, EngineKey, Engines, Result, Work
 from tokencustody.sql.faults import reach_from_thread
 from tokencustody.sql.url import DatabaseUrl
@@ -235,6 +236,20 @@ def file_engine(url: DatabaseUrl, timeout: float, *, begin: str, **options: Any)
         connection.connection.dbapi_connection.execute(begin).close()
 
     return engine
+
+
+def refuse_lost_file(url: DatabaseUrl) -> None:
+    """Raise StoreUnavailableError where only the log of a SQLite file is left, which SQLite would delete."""
+    file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
+    try:
+        is_lost = log.stat().st_size > 0 and not (file.exists() and file.stat().st_size)
+    except OSError:
+        return
+    if is_lost:
+        raise StoreUnavailableError(
+            f"{url.display} is missing or empty, but its log {log.name} is there, and may hold calls: put the file "
+            "back beside its log, or move the log away to begin anew"
+        )
 
 
 def create_file(url: DatabaseUrl) -> None:
