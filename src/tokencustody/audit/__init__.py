@@ -1,7 +1,8 @@
 """What a person asks a capture store, answered without a write and without reading a payload."""
 
 from tokencustody.audit.forest import CallForest, call_forest
-from tokencustody.audit.reading import RolloutFilter, RolloutNotFoundError, RolloutReader
+from tokencustody.audit.reading import RolloutNotFoundError, RolloutReader
+from tokencustody.audit.selection import RolloutFilter
 from tokencustody.audit.summaries import (
     CallSummary,
     Intent,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, Subquery, Table, and_, case, func, select
 
+from tokencustody.audit.selection import RolloutFilter, select_fences
 from tokencustody.audit.summaries import (
     CallSummary,
     Intent,
@@ -47,26 +47,6 @@ class RolloutNotFoundError(LookupError):
     """No rollout, or more than one, has the id that was asked for. The message says where and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
-    """Which rollouts are meant; a field that is None asks for nothing.
-
-    `incomplete` asks for the recorded verdict; `prefix` is how the rollout id begins, case-sensitive.
-    Raises InvalidRecordError for a run or prefix that no id can have.
-    """
-
-    run: str | None = None
-    state: FenceState | None = None
-    incomplete: bool | None = None
-    prefix: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.run is not None:
-            check_rollout_id(self.run, "run")
-        if self.prefix is not None:
-            check_rollout_id(self.prefix, "prefix")
-
-
 class RolloutReader(SqlStore):
     """A client that reads every run of one database, on one connection, and changes nothing.
 
@@ -87,7 +67,7 @@ class RolloutReader(SqlStore):
 
         The number of statements does not depend on the number of rollouts.
         """
-        matching = _matching(wanted or RolloutFilter())
+        matching = select_fences(wanted or RolloutFilter())
         newest = matching.order_by(fences.c.opened_at.desc(), fences.c.run, fences.c.rollout_id).limit(limit)
 
         def look(connection: Connection) -> RolloutPage:
@@ -103,7 +83,7 @@ class RolloutReader(SqlStore):
         which; InvalidRecordError for a rollout id or run that no rollout can have.
         """
         check_rollout_id(rollout_id)
-        named = _matching(RolloutFilter(run=run)).where(fences.c.rollout_id == rollout_id)
+        named = select_fences(RolloutFilter(run=run)).where(fences.c.rollout_id == rollout_id)
 
         def look(connection: Connection) -> RolloutDetail | list[str]:
             found = _summaries_txn(connection, named.subquery("page"))
@@ -128,20 +108,6 @@ class RolloutReader(SqlStore):
             )
         where = f"run {run} of " if run is not None else ""
         raise RolloutNotFoundError(f"rollout {rollout_id} is not in {where}{self._database.url.display}")
-
-
-def _matching(wanted: RolloutFilter) -> Select[Any]:
-    statement = select(fences)
-    if wanted.run is not None:
-        statement = statement.where(fences.c.run == wanted.run)
-    if wanted.state is not None:
-        statement = statement.where(fences.c.state == wanted.state)
-    if wanted.incomplete is not None:
-        statement = statement.where(fences.c.incomplete.is_(wanted.incomplete))
-    if wanted.prefix is not None:
-        # Not LIKE: it has wildcards, and on SQLite it ignores case.
-        statement = statement.where(func.substr(fences.c.rollout_id, 1, len(wanted.prefix)) == wanted.prefix)
-    return statement
 
 
 def _of(table: Table, page: Subquery) -> Any:

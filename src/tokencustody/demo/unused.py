@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from tokencustody.audit.reading import RolloutFilter, RolloutReader
+from tokencustody.audit import RolloutFilter, RolloutReader
 from tokencustody.errors import RolloutRetiredError
 from tokencustody.store import SqlLineageStore
 

@@ -222,6 +222,25 @@ snapshot_versions = Table(
     CheckConstraint("version >= 0", name="ck_snapshot_versions_version"),
 )
 
+# What was handed over in files. It stays when the rollout is retired, so that a person finds the files.
+exports = Table(
+    "exports",
+    metadata,
+    *_rollout_key(),
+    Column("export_id", Text, nullable=False),
+    Column("snapshot_id", Text, nullable=False),
+    Column("version", BigInteger, nullable=False),
+    # The name of the folder or file, as the person gave it, and the SHA-256 of the manifest in it.
+    Column("destination", Text, nullable=False),
+    Column("manifest_sha256", Text, nullable=False),
+    Column("exported_at", UtcTime, nullable=False),
+    Column("written_by", Text, nullable=False),
+    PrimaryKeyConstraint("run", "rollout_id", "export_id", name="pk_exports"),
+    _belongs_to_fence("exports"),
+    CheckConstraint("version >= 1", name="ck_exports_version"),
+    CheckConstraint("length(manifest_sha256) = 64", name="ck_exports_manifest_sha256"),
+)
+
 wire_schema = Table(
     "wire_schema",
     metadata,

@@ -11,6 +11,7 @@ from tokencustody.sql.tables import (
     FenceState,
     VersionEvent,
     entries,
+    exports,
     failures,
     fences,
     intents,
@@ -32,7 +33,9 @@ from tokencustody.store.ids import check_batch
 # What a rollout holds besides its fence and its history. Staged token data is its framework's to delete.
 _RECORDS = (entries, intents, failures, ledger_calls, ledger_failures)
 
-_DELETE = {table: delete(table).where(of_rollout(table)) for table in (*_RECORDS, snapshot_versions, fences)}
+_DELETE = {
+    table: delete(table).where(of_rollout(table)) for table in (*_RECORDS, exports, snapshot_versions, fences)
+}
 
 _Removal = Callable[[Connection, RolloutKey, Stamp], bool]
 
@@ -75,7 +78,7 @@ class RolloutRemover(SqlStore):
             if find_fence_txn(connection, key, exclusive=True) is None:
                 return False
             removed = remove_records_txn(connection, key)
-            for table in (snapshot_versions, fences):
+            for table in (exports, snapshot_versions, fences):
                 connection.execute(_DELETE[table], key.named())
             return removed > 0
 

@@ -1,0 +1,107 @@
+"""Which rollouts are meant, and walking through them in the order of their keys, some at a time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, exists, func, select, tuple_
+
+from tokencustody.sql.tables import FenceState, exports, fences
+from tokencustody.sql.transactions import Database
+from tokencustody.store.fence import RolloutKey
+from tokencustody.store.ids import check_rollout_id
+
+PAGE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFilter:
+    """Which rollouts are meant; a field that is None asks for nothing.
+
+    `incomplete` asks for the recorded verdict; `prefix` is how the rollout id begins, case-sensitive. `before` asks
+    for rollouts that came into their present state (opened, frozen, retired) before that time. `exported` asks whether
+    an export marked the rollout at its present snapshot. Raises InvalidRecordError for a run, rollout id or prefix
+    that no id can have.
+    """
+
+    run: str | None = None
+    state: FenceState | None = None
+    incomplete: bool | None = None
+    prefix: str | None = None
+    rollout_ids: tuple[str, ...] | None = None
+    before: datetime | None = None
+    exported: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.run is not None:
+            check_rollout_id(self.run, "run")
+        if self.prefix is not None:
+            check_rollout_id(self.prefix, "prefix")
+        for rollout_id in self.rollout_ids or ():
+            check_rollout_id(rollout_id)
+
+
+def select_fences(wanted: RolloutFilter) -> Select[Any]:
+    """Return the statement that finds the fences of the rollouts that are meant."""
+    statement = select(fences)
+    if wanted.run is not None:
+        statement = statement.where(fences.c.run == wanted.run)
+    if wanted.state is not None:
+        statement = statement.where(fences.c.state == wanted.state)
+    if wanted.incomplete is not None:
+        statement = statement.where(fences.c.incomplete.is_(wanted.incomplete))
+    if wanted.prefix is not None:
+        # Not LIKE: it has wildcards, and on SQLite it ignores case.
+        statement = statement.where(func.substr(fences.c.rollout_id, 1, len(wanted.prefix)) == wanted.prefix)
+    if wanted.rollout_ids is not None:
+        statement = statement.where(fences.c.rollout_id.in_(wanted.rollout_ids))
+    if wanted.before is not None:
+        since = func.coalesce(
+            fences.c.retired_at, fences.c.frozen_at, fences.c.opened_at, type_=fences.c.opened_at.type
+        )
+        statement = statement.where(since < wanted.before)
+    if wanted.exported is not None:
+        mark = exists().where(
+            exports.c.run == fences.c.run,
+            exports.c.rollout_id == fences.c.rollout_id,
+            exports.c.snapshot_id == fences.c.snapshot_id,
+        )
+        statement = statement.where(mark if wanted.exported else ~mark)
+    return statement
+
+
+async def count(database: Database, wanted: RolloutFilter) -> int:
+    """Return how many rollouts are meant."""
+    counted = select(func.count()).select_from(select_fences(wanted).subquery("matching"))
+
+    def look(connection: Connection) -> int:
+        return int(connection.scalar(counted) or 0)
+
+    return await database.read(look)
+
+
+async def pages(
+    database: Database, wanted: RolloutFilter, *, after: RolloutKey | None = None, size: int = PAGE
+) -> AsyncIterator[Sequence[Row[Any]]]:
+    """Yield the fences that are meant, at most `size` at a time, in the order of (run, rollout id) from `after` on.
+
+    Each page is read when it is asked for, in a transaction of its own, so what is removed or added meanwhile before
+    the place that was reached is neither repeated nor missed twice.
+    """
+    key = tuple_(fences.c.run, fences.c.rollout_id)
+    ordered = select_fences(wanted).order_by(fences.c.run, fences.c.rollout_id).limit(size)
+    while True:
+        statement = ordered if after is None else ordered.where(key > (after.run, after.rollout_id))
+
+        def look(connection: Connection, statement: Select[Any] = statement) -> Sequence[Row[Any]]:
+            return connection.execute(statement).all()
+
+        page = await database.read(look)
+        if page:
+            yield page
+        if len(page) < size:
+            return
+        after = RolloutKey(page[-1].run, page[-1].rollout_id)
