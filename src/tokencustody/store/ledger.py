@@ -103,7 +103,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
         A row without a response id or chain hash stands under `failures`. Raises RolloutRetiredError for a retired
         rollout; one that is unknown has an empty manifest.
         """
-        return await self._read(rollout_id, partial(_manifest, rollout_id))
+        return await self._read(rollout_id, partial(manifest_of, rollout_id))
 
     async def has_rows(self, rollout_id: str) -> bool:
         """Return whether the ledger has any row, committed or failed. Raises RolloutRetiredError when retired."""
@@ -163,7 +163,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
 
         def read(connection: Connection) -> Result:
             _refuse_if_retired_txn(connection, key)
-            return make(*(connection.execute(rows, key.named()).all() for rows in _ROWS.values()))
+            return make(*ledger_rows_txn(connection, key))
 
         return await self._database.read(read)
 
@@ -241,7 +241,14 @@ def _call_row(
     }
 
 
-def _manifest(rollout_id: str, calls: Sequence[Any], failures: Sequence[Any]) -> dict[str, Any]:
+def ledger_rows_txn(connection: Connection, key: RolloutKey) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the rows of calls and of failures, each in commit order."""
+    calls, failures = (connection.execute(rows, key.named()).all() for rows in _ROWS.values())
+    return calls, failures
+
+
+def manifest_of(rollout_id: str, calls: Sequence[Any], failures: Sequence[Any]) -> dict[str, Any]:
+    """Return the manifest that those rows make, as `SqlLineageStore.manifest` does."""
     problems: list[tuple[int, ManifestFailure]] = [
         (row.position, ManifestFailure(model_call_id=row.model_call_id, reason=row.reason))
         for row in failures

@@ -16,6 +16,7 @@ from tokencustody.sql.chains import unpack_calls
 from tokencustody.sql.tables import FenceState, VersionEvent, entries, intents
 from tokencustody.store.base import now
 from tokencustody.store.fence import (
+    Fence,
     RolloutKey,
     Stamp,
     advance_txn,
@@ -118,26 +119,33 @@ class SqlTokenSource(RolloutRemover):
 
         def retire_snapshot(connection: Connection) -> bool:
             fence = find_fence_txn(connection, key, exclusive=True)
-            if fence is None or fence.state is FenceState.OPEN or fence.snapshot_id != snapshot_id:
-                return False
-            if fence.state is FenceState.RETIRED:
-                # Retirement is the last version of a rollout, so it retired the one before.
-                return fence.version - 1 == version
-            if fence.version != version:
-                return False
-            remove_records_txn(connection, key)
-            advance_txn(
-                connection,
-                key,
-                fence,
-                VersionEvent.DROP,
-                stamp,
-                state=FenceState.RETIRED,
-                retired_at=stamp.at,
-            )
-            return True
+            return drop_txn(connection, key, fence, snapshot_id, version, stamp)
 
         return await self._write_after_marks(key, retire_snapshot)
+
+
+def drop_txn(
+    connection: Connection, key: RolloutKey, fence: Fence | None, snapshot_id: str, version: int, stamp: Stamp
+) -> bool:
+    """Retire exactly that snapshot of an exclusively locked rollout; return as `SqlTokenSource.drop` does."""
+    if fence is None or fence.state is FenceState.OPEN or fence.snapshot_id != snapshot_id:
+        return False
+    if fence.state is FenceState.RETIRED:
+        # Retirement is the last version of a rollout, so it retired the one before.
+        return fence.version - 1 == version
+    if fence.version != version:
+        return False
+    remove_records_txn(connection, key)
+    advance_txn(
+        connection,
+        key,
+        fence,
+        VersionEvent.DROP,
+        stamp,
+        state=FenceState.RETIRED,
+        retired_at=stamp.at,
+    )
+    return True
 
 
 def _taken_from(rows: list[Any]) -> Iterator[Any]:
