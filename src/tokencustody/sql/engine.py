@@ -37,6 +37,7 @@ class EngineKey:
     url: DatabaseUrl
     pool_size: int
     deadline: float
+    read_only: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -141,14 +141,14 @@ def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
     return buffer.getvalue()
 
 
-async def is_new_sqlite(url: DatabaseUrl) -> bool:
+async def is_new_sqlite(url: DatabaseUrl, *, read_only: bool = False) -> bool:
     """Return whether a SQLite file does not exist, is empty or holds no table yet. Creates nothing."""
 
     def has_no_table(connection: Connection) -> bool:
         return connection.scalar(text("SELECT 1 FROM sqlite_master")) is None
 
     return await sqlite.in_thread(
-        lambda: _is_missing(url) or _soon_on_sqlite(url, has_no_table, writes=False)
+        lambda: _is_missing(url) or _soon_on_sqlite(url, has_no_table, writes=False, read_only=read_only)
     )
 
 
@@ -247,6 +247,7 @@ def _on_sqlite(
     *,
     writes: bool,
     timeout: float = engine.DEFAULT_DEADLINE,
+    read_only: bool = False,
 ) -> Result:
     with _turn:
         sqlite.refuse_lost_file(url)
@@ -254,7 +255,7 @@ def _on_sqlite(
             sqlite.create_file(url)
         # Not the store's engine: that one sets the journal mode, and may find itself in someone else's file.
         begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
-        database = sqlite.file_engine(url, timeout, begin=begin, poolclass=NullPool)
+        database = sqlite.file_engine(url, timeout, begin=begin, read_only=read_only, poolclass=NullPool)
         with database.begin() as connection:
             return work(connection)
 

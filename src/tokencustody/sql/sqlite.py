@@ -34,16 +34,31 @@ class SqliteEngines(Engines):
 
     def __init__(self, key: EngineKey) -> None:
         super().__init__()
+        self._url = key.url
+        self._archive = archive_stamp(key.url) if key.read_only else None
         options = {"max_overflow": 0, "pool_timeout": key.deadline}
         self._writer = _Threads(
             _engine(key.url, key.deadline, begin="BEGIN IMMEDIATE", pool_size=1, **options), 1
         )
         self._readers = _Threads(
-            _engine(key.url, key.deadline, begin="BEGIN", pool_size=key.pool_size, **options), key.pool_size
+            _engine(
+                key.url,
+                key.deadline,
+                begin="BEGIN",
+                read_only=key.read_only,
+                pool_size=key.pool_size,
+                **options,
+            ),
+            key.pool_size,
         )
 
     async def read(self, work: Work[Result]) -> Result:
-        return await self._readers.run(work)
+        result = await self._readers.run(work)
+        if self._archive is not None and archive_stamp(self._url) != self._archive:
+            raise StoreUnavailableError(
+                f"{self._url.display} was changed while it was read as an archive, without locks; start again"
+            )
+        return result
 
     async def write(self, attempt: Attempt[Connection, Result]) -> Result:
         loop = asyncio.get_running_loop()
@@ -208,16 +223,35 @@ class _RollingBack(sqlite3.Connection):
         super().close()
 
 
-def file_engine(url: DatabaseUrl, timeout: float, *, begin: str, **options: Any) -> Engine:
+def archive_stamp(url: DatabaseUrl) -> tuple[int, int] | None:
+    """Return the time and size of a file that lies without a log in a folder where nothing can be created, else None.
+
+    SQLite reads such a file only as immutable, without locks: then this must stay the same.
+    """
+    file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
+    try:
+        if os.access(file.parent, os.W_OK) or log.exists():
+            return None
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def file_engine(
+    url: DatabaseUrl, timeout: float, *, begin: str, read_only: bool = False, **options: Any
+) -> Engine:
     """Return an engine for a file that exists, whose transactions start with `begin`.
 
     A connection waits `timeout` seconds for a lock, and never creates the file: that would be empty, and readable by
-    whoever the umask lets.
+    whoever the umask lets. With `read_only` the file stays as it is: the last of other connections would move what a
+    log holds into it.
     """
+    query = {"mode": "ro" if read_only else "rw", "uri": "true"}
+    if read_only and archive_stamp(url) is not None:
+        query["immutable"] = "1"
     engine = create_engine(
-        URL.create(
-            "sqlite", database="file://" + quote(os.fsencode(url.dsn)), query={"mode": "rw", "uri": "true"}
-        ),
+        URL.create("sqlite", database="file://" + quote(os.fsencode(url.dsn)), query=query),
         connect_args={"isolation_level": None, "timeout": timeout, "factory": _RollingBack},
         hide_parameters=True,
         logging_name=LOGGING_NAME,

@@ -72,7 +72,8 @@ class Database:
 
     A transaction function may run several times, so it does nothing but read and write through its connection, and
     finding its own rows already there counts as success: that is how a commit whose answer was lost is settled.
-    With `creates=False` a SQLite file that does not exist is an error instead of a new database.
+    With `creates=False` a SQLite file that does not exist is an error instead of a new database; with `read_only`
+    nothing is written at all, not even what the log of a SQLite file holds into that file.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Database:
         pool_size: int = DEFAULT_POOL_SIZE,
         coalesce: str = Coalesce.PROCESS,
         creates: bool = True,
+        read_only: bool = False,
     ) -> None:
         if type(pool_size) is not int or pool_size < 1:
             raise InvalidRecordError(f"pool_size must be an integer of at least 1, not {pool_size!r}")
@@ -91,9 +93,9 @@ class Database:
         if coalesce not in list(Coalesce):
             raise InvalidRecordError(f"coalesce must be one of {', '.join(Coalesce)}, not {coalesce!r}")
         self.url = url
-        self._creates = creates
+        self._creates = creates and not read_only
         self._coalesce = Coalesce(coalesce)
-        self._key = EngineKey(url, pool_size, deadline)
+        self._key = EngineKey(url, pool_size, deadline, read_only)
         self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
         self._closed = False
 
@@ -266,7 +268,7 @@ class Database:
         async with engines.checking:
             if engines.checked:
                 return
-            if self.url.is_sqlite and await migrate.is_new_sqlite(self.url):
+            if self.url.is_sqlite and await migrate.is_new_sqlite(self.url, read_only=self._key.read_only):
                 if not self._creates:
                     raise StoreUnavailableError(f"{self.url.display} does not exist or has no tables")
                 await migrate.create_sqlite(self.url)
