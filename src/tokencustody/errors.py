@@ -69,6 +69,17 @@ class StoreUnavailableError(ConnectionError):
     """The database could not be reached or kept failing until the deadline. The last cause is chained."""
 
 
+class AccessDeniedError(StoreUnavailableError):
+    """PostgreSQL refused a statement to the role that the URL names. Asking again does not help.
+
+    The message says which of the roles that `tokencustody db grant` gives may do what.
+    """
+
+
+class RoleError(RuntimeError):
+    """A role could not be granted or taken away, and nothing was changed. The message says why and what to do."""
+
+
 class SchemaMismatchError(RuntimeError):
     """The database is on another revision than this library. The message names both and the command to run."""
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from tokencustody.errors import CorruptEntryError, StoreUnavailableError
+from tokencustody.errors import AccessDeniedError, CorruptEntryError, StoreUnavailableError
 from tokencustody.sql.tls import refusal
 from tokencustody.sql.url import DatabaseUrl
 
@@ -155,6 +155,12 @@ def unavailable(
     wrapped = getattr(exc, "orig", None) or exc
     cause = refusal(wrapped) or wrapped.__cause__ or wrapped
     said = (str(cause).strip().splitlines() or [""])[0]
+    if getattr(cause, "sqlstate", None) == "42501":
+        return AccessDeniedError(
+            f"{url.display} denies this to its user: {said}; a worker writes and resolves within the runs it was "
+            "granted, a trainer freezes, reads and retires, an auditor reads all but token data, and the owner deletes: "
+            "see `tokencustody db roles`"
+        )
     if getattr(cause, "sqlstate", None) in ("26000", "42P05"):
         said += "; add statement_cache_size=0 to the URL, for a pooler in transaction mode keeps no prepared statements"
     return StoreUnavailableError(

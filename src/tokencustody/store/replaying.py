@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from tokencustody.errors import StoreUnavailableError
+from tokencustody.errors import AccessDeniedError, StoreUnavailableError
 from tokencustody.sql.engine import Result, Work
 from tokencustody.sql.transactions import Database, Doors
 from tokencustody.store.fence import RolloutKey
@@ -70,8 +70,10 @@ async def replay(
 ) -> None:
     """Bring every mark that waits into the database, in order, whatever its run. Raises as a write does.
 
-    `settled` is called for each, with False when its rollout was retired meanwhile.
+    `settled` is called for each, with False when its rollout was retired meanwhile. A mark that the database's user may
+    not make, as one of another worker's run, stays for another user; AccessDeniedError comes after all others.
     """
+    denied: AccessDeniedError | None = None
     with database.doors() as doors:
         await doors.reached()
         waiting = spill.waiting()
@@ -87,10 +89,16 @@ async def replay(
                     )
                     continue
                 if mark is not None:
-                    stored = await doors.write(mark.settle_txn)
+                    try:
+                        stored = await doors.write(mark.settle_txn)
+                    except AccessDeniedError as exc:
+                        denied = denied or exc
+                        continue
                     _remove(doors, spill, path, mark, stored=stored)
                     settled(stored)
         await asyncio.to_thread(spill.sync, waiting)
+    if denied is not None:
+        raise denied
 
 
 async def _claim(spill: Spill, path: Path, claims: ExitStack, give_up: float) -> Mark | None:

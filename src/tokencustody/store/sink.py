@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
-from tokencustody.errors import PayloadConflictError, StoreUnavailableError
+from tokencustody.errors import AccessDeniedError, PayloadConflictError, StoreUnavailableError
 from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import PackedEntry, pack_entry, validated
 from tokencustody.sql.dialects import insert_if_absent
@@ -168,7 +168,8 @@ class SqlTokenSink(SqlStore):
         one on this host that uses the database, and in any case before their next freeze, drop, retire or delete of
         the rollout. A mark that waited until its rollout was retired is discarded, with a warning. One that waited
         while another host deleted the rollout marks it anew: a sample too few is better than one that lacks a call.
-        Raises StoreUnavailableError when the mark cannot be kept on this host either, or with `spill=None`.
+        Raises StoreUnavailableError when the mark cannot be kept on this host either, or with `spill=None`, and
+        AccessDeniedError, with nothing kept, where the database's user may not mark it.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         if not isinstance(model_call_id, str) or model_call_id:
@@ -177,6 +178,8 @@ class SqlTokenSink(SqlStore):
         with self._database.doors() as doors:
             try:
                 await self._write_after_marks_through(doors, key, mark.store_txn)
+            except AccessDeniedError:
+                raise  # nothing that this user replays later would be let in
             except StoreUnavailableError as exc:
                 await self._keep(doors, mark, exc)
 
