@@ -17,6 +17,7 @@ from tokencustody.cli.conformance import conformance
 from tokencustody.cli.db import db
 from tokencustody.cli.demo import demo
 from tokencustody.cli.printing import printable
+from tokencustody.cli.roles import grant, revoke, roles
 from tokencustody.cli.rollouts import rollouts, show
 from tokencustody.cli.serve import serve
 from tokencustody.cli.spill import spill
@@ -44,6 +45,9 @@ def options(
     """Options of the program itself."""
 
 
+db.command()(grant)
+db.command()(revoke)
+db.command()(roles)
 app.add_typer(db, name="db")
 app.add_typer(spill, name="spill")
 app.command()(rollouts)
@@ -78,6 +82,7 @@ def _is_expected(exc: Exception) -> bool:
         errors.CorruptEntryError
         | errors.DurabilityError
         | errors.InvalidRecordError
+        | errors.RoleError
         | errors.SchemaMismatchError
         | errors.StoreUnavailableError
         | RolloutNotFoundError,
