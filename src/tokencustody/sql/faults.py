@@ -158,7 +158,7 @@ def unavailable(
     if getattr(cause, "sqlstate", None) == "42501":
         return AccessDeniedError(
             f"{url.display} denies this to its user: {said}; a worker writes and resolves within the runs it was "
-            "granted, a trainer freezes, reads and retires, an auditor reads all but token data, and the owner deletes: "
+            "granted, a trainer freezes, reads and retires, an auditor reads all but token data, the owner deletes: "
             "see `tokencustody db roles`"
         )
     if getattr(cause, "sqlstate", None) in ("26000", "42P05"):
