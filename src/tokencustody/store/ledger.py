@@ -130,14 +130,19 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
         InvalidRecordError that names a malformed row, RolloutRetiredError for a retired rollout.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
-        checked = [_imported(rollout_id, number, row) for number, row in enumerate(rows)]
+        checked = []
+        for number, row in enumerate(rows):
+            try:
+                checked.append(row_of_export(rollout_id, row))
+            except InvalidRecordError as exc:
+                raise InvalidRecordError(f"rows[{number}]: {exc}") from None
         stamp = Stamp.make(now(), self.written_by)
 
         def add_all(connection: Connection) -> None:
             if _lock_txn(connection, key, stamp) == _RETIRED:
                 raise _retired(key)
             for table, row in checked:
-                _add_txn(connection, key, table, row, stamp)
+                add_row_txn(connection, key, table, row, stamp)
 
         await self._database.write(add_all)
 
@@ -147,7 +152,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
         def add(connection: Connection) -> str:
             if _lock_txn(connection, key, stamp) == _RETIRED:
                 return _RETIRED
-            _add_txn(connection, key, table, row, stamp)
+            add_row_txn(connection, key, table, row, stamp)
             return "stored"
 
         # Exclusive, because commit order is a position that is counted per rollout.
@@ -176,7 +181,9 @@ def _lock_txn(connection: Connection, key: RolloutKey, stamp: Stamp) -> str:
     return _RETIRED if fence.state is FenceState.RETIRED else "writable"
 
 
-def _add_txn(connection: Connection, key: RolloutKey, table: Any, row: dict[str, Any], stamp: Stamp) -> None:
+def add_row_txn(
+    connection: Connection, key: RolloutKey, table: Any, row: dict[str, Any], stamp: Stamp
+) -> None:
     """Add a row at the rollout's next position. The same row again is a no-op; other data is a conflict."""
     call = row["model_call_id"]
     identity = _IDENTITY[table]
@@ -307,8 +314,8 @@ def _exported(rollout_id: str, row: Any) -> dict[str, Any]:
     }
 
 
-def _imported(rollout_id: str, number: int, row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the table and the columns of an exported row. Raises InvalidRecordError that names the row."""
+def row_of_export(rollout_id: str, row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the table and the columns of an exported row. Raises InvalidRecordError."""
     try:
         source = check_rollout_id(row["rollout_id"])
         if "reason" in row:
@@ -337,11 +344,11 @@ def _imported(rollout_id: str, number: int, row: Mapping[str, Any]) -> tuple[Any
             sha256=check_text(row["payload_sha256"], "payload_sha256"),
         )
     except ValidationError as exc:
-        raise InvalidRecordError(f"rows[{number}]: {first_problem(exc)}") from None
+        raise InvalidRecordError(first_problem(exc)) from None
     except KeyError as exc:
-        raise InvalidRecordError(f"rows[{number}]: {exc.args[0]} is missing") from None
+        raise InvalidRecordError(f"{exc.args[0]} is missing") from None
     except (ValueError, TypeError) as exc:
-        raise InvalidRecordError(f"rows[{number}]: {exc}") from None
+        raise InvalidRecordError(str(exc)) from None
 
 
 def _refuse_if_retired_txn(connection: Connection, key: RolloutKey) -> None:

@@ -1,0 +1,53 @@
+"""What the database holds of a rollout, to compare the files of a folder with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from tokencustody.sql.tables import (
+    FailureKind,
+    FenceState,
+    entries,
+    failures,
+    fences,
+    intents,
+    ledger_calls,
+    ledger_failures,
+)
+from tokencustody.store.fence import Fence, RolloutKey, of_rollout
+
+
+@dataclass
+class Held:
+    """What the database holds of a rollout, without payloads. `fence` is None where it holds nothing."""
+
+    fence: Fence | None = None
+    calls: dict[str, str] = field(default_factory=dict)
+    intents: dict[str, str | None] = field(default_factory=dict)
+    marks: set[str] = field(default_factory=set)
+    conflicts: set[tuple[str, str]] = field(default_factory=set)
+    ledger: dict[str, str] = field(default_factory=dict)
+    ledger_failures: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read_txn(cls, connection: Connection, key: RolloutKey) -> Held:
+        """Return what is held now."""
+
+        def of(table: Any, *names: str) -> Any:
+            columns = [table.c[name] for name in names]
+            return connection.execute(select(*columns).where(of_rollout(table)), key.named()).all()
+
+        fence = of(fences, "state", "version", "snapshot_id", "incomplete")
+        failed = of(failures, "kind", "model_call_id", "second_payload_sha256")
+        return cls(
+            fence=Fence(FenceState(fence[0][0]), *fence[0][1:]) if fence else None,
+            calls=dict(map(tuple, of(entries, "model_call_id", "payload_sha256"))),
+            intents=dict(map(tuple, of(intents, "model_call_id", "refusal_code"))),
+            marks={call for kind, call, _ in failed if kind == FailureKind.MARK},
+            conflicts={(call, second) for kind, call, second in failed if kind == FailureKind.CONFLICT},
+            ledger=dict(map(tuple, of(ledger_calls, "model_call_id", "payload_sha256"))),
+            ledger_failures=dict(map(tuple, of(ledger_failures, "model_call_id", "reason"))),
+        )

@@ -1,0 +1,84 @@
+"""The fence of an imported rollout: what is written beside its calls, while this transaction alone may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Connection, insert
+
+from tokencustody.audit.gym_import.files import State
+from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, intents
+from tokencustody.store.fence import Fence, RolloutKey, Stamp, advance_txn, fail_txn, lock_fence_txn
+
+
+class Verdict:
+    """Writes a rollout's intents, marks, conflicts and fence, each event with an id of its own below `stamp`'s."""
+
+    def __init__(self, key: RolloutKey, stamp: Stamp) -> None:
+        self._key = key
+        self._stamp = stamp
+        self._events = 0
+
+    def lock_txn(self, connection: Connection) -> None:
+        """Lock the fence, opened if need be. Everything else comes after."""
+        self._fence = lock_fence_txn(connection, self._key, self._stamp, exclusive=True)
+
+    def announce_txn(self, connection: Connection, calls: Sequence[str]) -> None:
+        """Add intents that are not there."""
+        common = {**self._key.columns(), "begun_at": self._stamp.at, "written_by": self._stamp.by}
+        rows = [common | {"model_call_id": call, "refusal_code": None, "refused_at": None} for call in calls]
+        if rows:
+            connection.execute(insert(intents), rows)
+
+    def mark_txn(self, connection: Connection, call: str) -> None:
+        """Mark the rollout incomplete."""
+        self._fail(connection, VersionEvent.MARK, FailureKind.MARK, model_call_id=call)
+
+    def conflict_txn(self, connection: Connection, call: str, first: str, second: str, fields: str) -> None:
+        """Keep the evidence of two contents of a call, by their payload hashes and the fields that differ."""
+        self._fail(
+            connection,
+            VersionEvent.CONFLICT,
+            FailureKind.CONFLICT,
+            model_call_id=call,
+            first=first,
+            second=second,
+            differing=fields,
+        )
+
+    def freeze_txn(self, connection: Connection, state: State, version: int, *, incomplete: bool) -> None:
+        """Raise the fence as Gym raised it: the same snapshot id, and `version` if that is the next one or later."""
+        version = max(version, self._fence.version + 1)
+        self._advance(
+            connection,
+            VersionEvent.FREEZE,
+            version,
+            state=FenceState.FROZEN,
+            snapshot_id=state.snapshot_id,
+            incomplete=incomplete,
+            frozen_at=self._stamp.at,
+        )
+        if state.retired:
+            self._advance(
+                connection,
+                VersionEvent.DROP,
+                version + 1,
+                state=FenceState.RETIRED,
+                retired_at=self._stamp.at,
+            )
+
+    def _advance(self, connection: Connection, event: VersionEvent, version: int, **changes: Any) -> None:
+        before = replace(self._fence, version=version - 1)
+        advance_txn(connection, self._key, before, event, self._next_stamp(), **changes)
+        kept = {name: changes[name] for name in Fence.__dataclass_fields__ if name in changes}
+        self._fence = replace(before, version=version, **kept)
+
+    def _fail(self, connection: Connection, event: VersionEvent, kind: FailureKind, **evidence: Any) -> None:
+        fail_txn(connection, self._key, self._fence, event, kind, self._next_stamp(), **evidence)
+        self._fence = replace(self._fence, version=self._fence.version + 1, incomplete=True)
+
+    def _next_stamp(self) -> Stamp:
+        self._events += 1
+        return replace(self._stamp, event_id=f"{self._stamp.event_id}-{self._events}")
