@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from tokencustody.errors import StoreUnavailableError
+from tokencustody.errors import AccessDeniedError, StoreUnavailableError
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -200,9 +200,10 @@ class Gatherer(Generic[Item, Answer]):
     async def _answers(self, calls: Sequence[_Call[Item, Answer]]) -> Sequence[Answer | Exception]:
         try:
             return await self.run([call.item for call in calls], max(call.give_up for call in calls))
-        except StoreUnavailableError as exc:
-            return [_copy(exc) for _ in calls]
         except Exception as exc:
+            # What is denied to one call may be allowed to another, of another run.
+            if isinstance(exc, StoreUnavailableError) and not isinstance(exc, AccessDeniedError):
+                return [_copy(exc) for _ in calls]
             if len(calls) == 1:
                 return [exc]
             return [(await self._answers([call]))[0] for call in calls]

@@ -26,7 +26,12 @@ from tokencustody.sql.roles import (
 )
 
 # They see or change the server's files, the log of all databases, or any role.
-_POWERS = ("rolsuper", "rolbypassrls", "rolcreaterole", "rolreplication")
+_POWERS = {
+    "rolsuper": "a superuser",
+    "rolbypassrls": "allowed to bypass row security",
+    "rolcreaterole": "allowed to create roles",
+    "rolreplication": "allowed to replicate the server",
+}
 _POWERFUL = ("pg_read_server_files", "pg_write_server_files", "pg_execute_server_program")
 
 
@@ -94,9 +99,10 @@ class Place:
     def refuse_if_unbound(self, connection: Connection, name: str) -> None:
         """Refuse a role that privileges and row security do not bind."""
         found = connection.execute(_UNBOUND, {"name": name, "owner": self.owner}).one()
-        why = [power.removeprefix("rol").upper() for power in _POWERS if getattr(found, power)]
-        why += [f"a member of {each}" for each in found.memberships]
-        if found.is_owner:
+        why = [text for power, text in _POWERS.items() if getattr(found, power)]
+        if not found.rolsuper:
+            why += [f"a member of {each}" for each in found.memberships]
+        if found.is_owner and not found.rolsuper:
             why = [
                 "the owner of the tables" if name == self.owner else f"a member of {self.owner}, their owner"
             ]
