@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from datetime import datetime
 
-from sqlalchemy import Connection, delete
+from sqlalchemy import Connection, delete, select
 
 from tokencustody.protocols import RolloutRemovalPayload
 from tokencustody.sql.tables import (
@@ -18,14 +19,19 @@ from tokencustody.sql.tables import (
     ledger_calls,
     ledger_failures,
     snapshot_versions,
+    staged_attachments,
+    staged_calls,
 )
+from tokencustody.staging.records import staging_key
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.fence import (
+    Fence,
     RolloutKey,
     Stamp,
     advance_txn,
     find_fence_txn,
     lock_fence_txn,
+    of_call,
     of_rollout,
 )
 from tokencustody.store.ids import check_batch
@@ -36,6 +42,13 @@ _RECORDS = (entries, intents, failures, ledger_calls, ledger_failures)
 _DELETE = {
     table: delete(table).where(of_rollout(table)) for table in (*_RECORDS, exports, snapshot_versions, fences)
 }
+
+_STATE = select(fences.c.state).where(of_rollout(fences))
+_STAGED = select(staged_calls.c.model_call_id, staged_calls.c.parent_call_id, staged_calls.c.staged_at).where(
+    of_rollout(staged_calls)
+)
+_NAMED = select(ledger_calls.c.staging_key).where(of_rollout(ledger_calls))
+_DISPOSE = [delete(table).where(of_call(table)) for table in (staged_attachments, staged_calls)]
 
 _Removal = Callable[[Connection, RolloutKey, Stamp], bool]
 
@@ -52,19 +65,7 @@ class RolloutRemover(SqlStore):
 
         def retire_one(connection: Connection, key: RolloutKey, stamp: Stamp) -> bool:
             fence = lock_fence_txn(connection, key, stamp, exclusive=True)
-            if fence.state is FenceState.RETIRED:
-                return False
-            removed = remove_records_txn(connection, key)
-            advance_txn(
-                connection,
-                key,
-                fence,
-                VersionEvent.RETIRE,
-                stamp,
-                state=FenceState.RETIRED,
-                retired_at=stamp.at,
-            )
-            return removed > 0
+            return fence.state is not FenceState.RETIRED and retire_txn(connection, key, fence, stamp) > 0
 
         return await self._for_each(rollout_ids, retire_one)
 
@@ -75,12 +76,8 @@ class RolloutRemover(SqlStore):
         """
 
         def delete_one(connection: Connection, key: RolloutKey, _stamp: Stamp) -> bool:
-            if find_fence_txn(connection, key, exclusive=True) is None:
-                return False
-            removed = remove_records_txn(connection, key)
-            for table in (exports, snapshot_versions, fences):
-                connection.execute(_DELETE[table], key.named())
-            return removed > 0
+            fence = find_fence_txn(connection, key, exclusive=True)
+            return fence is not None and delete_txn(connection, key) > 0
 
         return await self._for_each(rollout_ids, delete_one)
 
@@ -110,3 +107,51 @@ def remove_records_txn(connection: Connection, key: RolloutKey) -> int:
     for table in _RECORDS:
         removed += connection.execute(_DELETE[table], key.named()).rowcount
     return removed
+
+
+def retire_txn(connection: Connection, key: RolloutKey, fence: Fence, stamp: Stamp) -> int:
+    """Retire an exclusively locked rollout that is not retired yet; return the number of rows that are gone."""
+    removed = remove_records_txn(connection, key)
+    advance_txn(
+        connection, key, fence, VersionEvent.RETIRE, stamp, state=FenceState.RETIRED, retired_at=stamp.at
+    )
+    return removed
+
+
+def delete_txn(connection: Connection, key: RolloutKey) -> int:
+    """Delete everything about an exclusively locked rollout; return the number of rows besides fence and history."""
+    removed = remove_records_txn(connection, key)
+    for table in (exports, snapshot_versions, fences):
+        connection.execute(_DELETE[table], key.named())
+    return removed
+
+
+def disposable_txn(
+    connection: Connection, key: RolloutKey, before: datetime, named_elsewhere: Collection[str], *, lock: bool
+) -> list[str]:
+    """Return the ids of staged calls of a rollout that nobody will read, staged before then; `lock` keeps them as
+    they are, so that none is deleted and staged anew before `dispose_txn` comes to it.
+
+    They are those of `SqlStagingStore.orphans`, but no call that one which stays continues. `named_elsewhere` are the
+    staging keys that ledgers of other rollouts name. While the rollout is locked exclusively its ledger names no more.
+    """
+    if connection.scalar(_STATE, key.named()) == FenceState.OPEN:
+        return []
+    staged = connection.execute(_STAGED.with_for_update() if lock else _STAGED, key.named()).all()
+    named = {*connection.execute(_NAMED, key.named()).scalars(), *named_elsewhere}
+    parents = {row.model_call_id: row.parent_call_id for row in staged}
+    kept = set()
+    for row in staged:
+        if row.staged_at >= before or staging_key(key.rollout_id, row.model_call_id) in named:
+            link = row.model_call_id
+            # Up to the root, or to what is known to stay.
+            while link in parents and link not in kept:
+                kept.add(link)
+                link = parents[link]
+    return [call for call in parents if call not in kept]
+
+
+def dispose_txn(connection: Connection, key: RolloutKey, calls: Sequence[str]) -> None:
+    """Delete these staged calls, whose rows are locked, with their attachments."""
+    for statement in _DISPOSE if calls else ():
+        connection.execute(statement, [key.named(call) for call in calls])
