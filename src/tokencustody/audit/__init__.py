@@ -1,5 +1,6 @@
-"""What a person asks a capture store, answered without a write and without reading a payload."""
+"""What a person does with a database of captured rollouts: looking at it, and taking rollouts out of it."""
 
+from tokencustody.audit.export import ExportError, ExportOptions, ExportReport, export
 from tokencustody.audit.forest import CallForest, call_forest
 from tokencustody.audit.reading import RolloutNotFoundError, RolloutReader
 from tokencustody.audit.selection import RolloutFilter
@@ -20,6 +21,9 @@ from tokencustody.audit.summaries import (
 __all__ = [
     "CallForest",
     "CallSummary",
+    "ExportError",
+    "ExportOptions",
+    "ExportReport",
     "Intent",
     "LedgerCall",
     "LedgerFailure",
@@ -34,4 +38,5 @@ __all__ = [
     "Totals",
     "Version",
     "call_forest",
+    "export",
 ]

@@ -1,0 +1,156 @@
+"""One call per line as JSON, with everything that is known of it, for jq and scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import orjson
+
+from tokencustody.audit.export.folder import ExportFolder
+from tokencustody.audit.export.reading import FrozenRollout
+from tokencustody.audit.export.report import Exported, LeftOut, Why
+from tokencustody.sql.exact_json import encode_json
+from tokencustody.sql.staged_codec import unpack_call
+from tokencustody.sql.tables import ledger_calls
+
+_LEDGER_COLUMNS = [
+    column.name
+    for column in ledger_calls.columns
+    if column.name not in ("run", "rollout_id", "model_call_id")
+]
+
+
+class CallsPart:
+    """One JSONL file in the making; it holds one rollout in memory.
+
+    JSON has no NaN and no infinity: they are written as the strings "NaN", "Infinity" and "-Infinity".
+    """
+
+    def __init__(self, folder: ExportFolder, number: int) -> None:
+        self.rows = 0
+        self.size = 0
+        self._folder = folder
+        self._name = f"part-{number:05}.jsonl"
+        self._stream = folder.open_temporary()
+
+    def add(self, rollout: FrozenRollout) -> tuple[Exported | None, list[LeftOut]]:
+        """Add the calls of a rollout; return what the file now holds of it, and what it does not.
+
+        Raises CorruptEntryError that names a staged call whose bytes are not those that were staged.
+        """
+        lines, left_out = [], []
+        tokens = sampled = 0
+        for entry in rollout.entries:
+            facts = rollout.calls[entry.model_call_id]
+            about = {
+                "committed_at": facts.committed_at.isoformat(),
+                "written_by": facts.written_by,
+                "payload_sha256": facts.payload_sha256,
+                "conflicting": facts.is_conflicting,
+            }
+            lines.append(self._line(rollout, entry.model_call_id, "records", about, "entry", dict(entry)))
+            tokens += len(entry.prompt_token_ids) + len(entry.generation_token_ids)
+            sampled += len(entry.generation_token_ids)
+        for call in rollout.ledger:
+            if call in rollout.calls:
+                continue
+            if call not in rollout.staged:
+                left_out.append(LeftOut.of(rollout.key, Why.STAGED_CALL_MISSING, call))
+                continue
+            staged = unpack_call(rollout.staged[call])
+            about = {"payload_sha256": rollout.staged[call].payload_sha256}
+            lines.append(self._line(rollout, call, "ledger", about, "staged", staged.model_dump()))
+            tokens += staged.delta_len
+            sampled += int(sum(staged.token_mask_delta))
+        lost = [row for row in rollout.ledger_failures if row.model_call_id not in rollout.calls]
+        left_out += [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in lost]
+        if not lines:
+            return None, left_out or [LeftOut.of(rollout.key, Why.NO_CALLS)]
+        for line in lines:
+            self._stream.write(line)
+            self.size += len(line)
+        self.rows += len(lines)
+        exported = Exported(
+            run=rollout.key.run,
+            rollout_id=rollout.key.rollout_id,
+            snapshot_id=rollout.snapshot_id,
+            version=rollout.version,
+            incomplete=rollout.incomplete,
+            source="ledger" if rollout.is_staged_only else "records",
+            calls=len(lines),
+            rows=len(lines),
+            tokens=tokens,
+            trained_tokens=sampled,
+            whole=not left_out,
+        )
+        return exported, left_out
+
+    def finish(self) -> None:
+        """Close the file, to be published."""
+        self._folder.close_temporary(self._stream, self._name, rows=self.rows)
+
+    def abandon(self) -> None:
+        """Let go of the file, which stays unfinished."""
+        self._folder.discard(self._stream)
+
+    def _line(
+        self,
+        rollout: FrozenRollout,
+        model_call_id: str,
+        source: str,
+        about: dict[str, Any],
+        name: str,
+        fields: dict[str, Any],
+    ) -> bytes:
+        row = rollout.ledger.get(model_call_id)
+        ledger = None if row is None else {column: getattr(row, column) for column in _LEDGER_COLUMNS}
+        if ledger is not None:
+            ledger["committed_at"] = ledger["committed_at"].isoformat()
+            ledger["staging_chain"] = json.loads(ledger["staging_chain"])
+        document = {
+            "run": rollout.key.run,
+            "rollout_id": rollout.key.rollout_id,
+            "model_call_id": model_call_id,
+            "source": source,
+            "snapshot_id": rollout.snapshot_id,
+            "version": rollout.version,
+            "incomplete": rollout.incomplete,
+            **about,
+            "ledger": ledger,
+            name: fields,
+        }
+        return _json(document) + b"\n"
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    is_strict, data = strict_json(document)
+    if is_strict:
+        return data
+    return json.dumps(_finite(document), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def strict_json(document: dict[str, Any]) -> tuple[bool, bytes]:
+    """Return whether strict JSON carries every value, with integers within 64 bits, and the text if so."""
+    dialect, data = encode_json(document)
+    return dialect == 0, data
+
+
+def sorted_json(document: dict[str, Any]) -> bytes:
+    """Return a document that `strict_json` carries, its keys sorted at every level."""
+    return orjson.dumps(document, option=orjson.OPT_SORT_KEYS)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float() if math.isnan(value):
+            return "NaN"
+        case float() if math.isinf(value):
+            return "Infinity" if value > 0 else "-Infinity"
+        case dict():
+            return {key: _finite(each) for key, each in value.items()}
+        case list():
+            return [_finite(each) for each in value]
+        case _:
+            return value

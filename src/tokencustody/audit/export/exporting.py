@@ -1,0 +1,376 @@
+"""`export`: frozen rollouts out of the database into a folder of files, and the hand-over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from sqlalchemy import Connection, select
+
+from tokencustody.audit.export.calls import CallsPart
+from tokencustody.audit.export.folder import ExportFolder
+from tokencustody.audit.export.gym import GymPart
+from tokencustody.audit.export.handover import ExportMarks, HandOver
+from tokencustody.audit.export.options import ExportOptions, Format
+from tokencustody.audit.export.parquet import ParquetPart, require_pyarrow
+from tokencustody.audit.export.reading import FrozenRollout, RolloutRows, rollout_txn
+from tokencustody.audit.export.report import (
+    Exported,
+    ExportError,
+    ExportReport,
+    LeftOut,
+    Part,
+    Why,
+    WrittenFile,
+)
+from tokencustody.audit.export.rewards import Rewards, read_rewards
+from tokencustody.audit.selection import count, pages, select_fences
+from tokencustody.errors import CorruptEntryError
+from tokencustody.sql.faults import reach
+from tokencustody.sql.registry import identity_of
+from tokencustody.sql.tables import FenceState
+from tokencustody.sql.transactions import Database
+from tokencustody.sql.url import DatabaseUrl, parse_url
+from tokencustody.store.base import now
+from tokencustody.store.fence import RolloutKey
+
+DEADLINE = 30.0
+# Rollouts whose Gym files are finished together, and things left out after which a part ends in any case.
+_GYM_ROLLOUTS_PER_PART = 64
+_LEFT_OUT_PER_PART = 10_000
+_MANIFEST_VERSION = 1
+
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@contextmanager
+def _untold(_what: str, _total: int) -> Iterator[Callable[[int], None]]:
+    yield lambda done: None
+
+
+class _PartWriter(Protocol):
+    rows: int
+    size: int
+
+    def add(self, rollout: FrozenRollout) -> tuple[Exported | None, list[LeftOut]]: ...
+    def finish(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+async def export(
+    url: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    options: ExportOptions | None = None,
+    *,
+    rewards: str | os.PathLike[str] | None = None,
+    mark: bool = True,
+    retire: bool = False,
+    progress: Progress = _untold,
+    spill: str | os.PathLike[str] | None = "",
+    deadline: float = DEADLINE,
+) -> ExportReport:
+    """Write the frozen rollouts that `options` ask for to files in `destination`, and mark them in the database.
+
+    The folder is made. Files appear whole, the manifest last. The same call again on the same folder goes on after the
+    last finished part; on a finished folder it writes no file, and only hands over what was not yet. With `retire`,
+    a rollout is marked and retired in one transaction, if it is still exactly what the files hold and nothing of it
+    was left out; the files are hashed again first. `mark=False` writes nothing to the database.
+
+    Raises ExportError for a folder that holds something else, another export or one of another database, for rewards
+    that cannot be read, and for files that are not what the manifest lists; StoreUnavailableError when the database
+    cannot be reached for `deadline` seconds.
+    """
+    if retire and not mark:
+        raise ValueError("retire needs the mark, which says where the rollout went")
+    options = options or ExportOptions()
+    if options.format is Format.PARQUET:
+        require_pyarrow()
+    elif rewards is not None:
+        raise ValueError(f"rewards are joined to Parquet rows, not to {options.format}")
+    joined = read_rewards(Path(rewards)) if rewards is not None else Rewards()
+    folder = ExportFolder(Path(destination))
+    database = Database(parse_url(url), deadline=deadline, pool_size=1, read_only=True)
+    marks = ExportMarks(url, deadline=deadline, pool_size=1, spill=spill)
+    try:
+        # The database first: an address that leads nowhere leaves no folder behind.
+        await _check_runs(database, options, joined)
+        with folder.opened():
+            exporting = _Export(database, folder, options, joined, progress)
+            report, rollouts = await exporting.run()
+            if mark:
+                await _hand_over(marks, folder, report, rollouts, retire, progress)
+            return report
+    finally:
+        await marks.close()
+        await database.close()
+
+
+class _Export:
+    """One run of an export, up to the finished files."""
+
+    def __init__(
+        self,
+        database: Database,
+        folder: ExportFolder,
+        options: ExportOptions,
+        rewards: Rewards,
+        progress: Progress,
+    ) -> None:
+        self._database = database
+        self._folder = folder
+        self._options = options
+        self._rewards = rewards
+        self._progress = progress
+        self._library = f"tokencustody {version('tokencustody')}"
+        self._parts: list[Part] = []
+
+    async def run(self) -> tuple[ExportReport, list[Exported]]:
+        """Write what is not written yet; return what the files hold."""
+        header = {
+            "export_id": uuid4().hex,
+            "database": self._database.url.display,
+            "database_identity": _identity(self._database.url),
+            "library": self._library,
+            "started_at": now().isoformat(),
+            "options": self._options.document(self._rewards),
+        }
+        finished = self._folder.manifest()
+        if finished is not None:
+            manifest, sha256 = finished
+            self._check_same(header, manifest, ("database_identity", "options"))
+            self._folder.remove_progress()
+            return self._report(manifest, sha256, already_finished=True)
+        begun = self._folder.progress()
+        if begun is None:
+            self._folder.begin(header)
+        else:
+            self._check_same(header, begun[0], ("database_identity", "options", "library"))
+            header, self._parts = begun
+        self._folder.remove_unfinished(self._parts)
+        await self._write_parts()
+        await reach("an export wrote all parts, and no manifest")
+        manifest = self._manifest(header)
+        return self._report(manifest, self._folder.finish(manifest), resumed=begun is not None)
+
+    def _check_same(self, mine: dict[str, Any], theirs: dict[str, Any], names: Sequence[str]) -> None:
+        for name in names:
+            if mine[name] == theirs[name]:
+                continue
+            if name == "options":
+                differing = sorted(
+                    option for option, value in mine[name].items() if theirs[name].get(option, ...) != value
+                )
+                raise ExportError(
+                    f"{self._folder.path} holds an export with other options ({', '.join(differing)}); "
+                    "repeat those, or name a new folder"
+                )
+            what = {
+                "library": f"was begun by {theirs[name]}; finish it with that",
+                "database_identity": f"is of another database, {theirs['database']}; use that",
+            }[name]
+            raise ExportError(f"the export in {self._folder.path} {what}, or name a new folder")
+
+    async def _write_parts(self) -> None:
+        wanted = self._options.filter()
+        after = RolloutKey(*self._parts[-1].after) if self._parts else None
+        with self._progress("exporting", await count(self._database, wanted)) as advance:
+            advance(sum(len(part.rollouts) for part in self._parts))
+            self._begin_part()
+            try:
+                async for page in pages(self._database, wanted, after=after):
+                    for fence in page:
+                        after = RolloutKey(fence.run, fence.rollout_id)
+                        await self._add(after, FenceState(fence.state))
+                        advance(1)
+                        if self._part_is_full():
+                            await self._finish_part(after)
+                            self._begin_part()
+                if after is not None and (self._rollouts or self._left_out):
+                    await self._finish_part(after)
+            finally:
+                self._writer.abandon()
+
+    def _begin_part(self) -> None:
+        self._writer = self._new_writer(len(self._parts))
+        self._rollouts: list[Exported] = []
+        self._left_out: list[LeftOut] = []
+
+    def _new_writer(self, number: int) -> _PartWriter:
+        match self._options.format:
+            case Format.PARQUET:
+                return ParquetPart(
+                    self._folder,
+                    number,
+                    shared=self._options.shared_calls,
+                    rewards=self._rewards,
+                    exported_by=self._library,
+                )
+            case Format.CALLS:
+                return CallsPart(self._folder, number)
+            case Format.GYM:
+                return GymPart(self._folder)
+
+    async def _add(self, key: RolloutKey, state: FenceState) -> None:
+        if state is FenceState.RETIRED and self._options.rollout_ids is None:
+            return  # nothing is left of it, and a database may have millions
+        read = partial(rollout_txn, key=key, include_incomplete=self._options.include_incomplete)
+        rows = await self._database.read(read)
+        why = self._why_not(rows)
+        if rows is None or why is not None:
+            self._left_out.append(LeftOut.of(key, why or Why.UNKNOWN))
+            return
+        # In a thread, for the loop may have other work; cancelled or not, nothing else touches the file meanwhile.
+        adding = asyncio.create_task(asyncio.to_thread(self._decode_and_add, rows))
+        try:
+            exported, left_out = await asyncio.shield(adding)
+        except CorruptEntryError as exc:
+            exported, left_out = None, [LeftOut.of(key, Why.CORRUPT, detail=str(exc)[:500])]
+        finally:
+            await asyncio.wait([adding])
+        if exported is not None:
+            self._rollouts.append(exported)
+        self._left_out += left_out
+
+    def _decode_and_add(self, rows: RolloutRows) -> tuple[Exported | None, list[LeftOut]]:
+        return self._writer.add(rows.unpack())
+
+    def _why_not(self, rows: RolloutRows | None) -> Why | None:
+        if rows is None:
+            return Why.UNKNOWN  # deleted since its page was read
+        if rows.state is FenceState.OPEN:
+            return Why.NOT_FROZEN
+        if rows.state is FenceState.RETIRED:
+            return Why.RETIRED
+        if rows.incomplete and not self._options.include_incomplete:
+            return Why.INCOMPLETE
+        return None
+
+    def _part_is_full(self) -> bool:
+        if len(self._left_out) >= _LEFT_OUT_PER_PART or self._writer.size >= self._options.max_bytes:
+            return True
+        if self._options.format is Format.GYM:
+            return len(self._rollouts) >= _GYM_ROLLOUTS_PER_PART
+        return self._writer.rows >= self._options.rows_per_file
+
+    async def _finish_part(self, last: RolloutKey) -> None:
+        files: tuple[WrittenFile, ...] = ()
+        if self._rollouts:
+            self._writer.finish()
+            await reach("an export wrote a part under temporary names")
+            files = self._folder.publish()
+            await reach("an export renamed a part, and did not note it")
+        else:
+            self._writer.abandon()
+        part = Part(files, tuple(self._rollouts), tuple(self._left_out), (last.run, last.rollout_id))
+        self._folder.note(part)
+        self._parts.append(part)
+        await reach("an export noted a part")
+
+    def _manifest(self, header: dict[str, Any]) -> dict[str, Any]:
+        left_out = [left for part in self._parts for left in part.left_out]
+        rollouts = [rollout for part in self._parts for rollout in part.rollouts]
+        met = {rollout.rollout_id for rollout in rollouts} | {left.rollout_id for left in left_out}
+        left_out += [
+            LeftOut(self._options.run or "", rollout_id, Why.UNKNOWN)
+            for rollout_id in sorted(set(self._options.rollout_ids or ()) - met)
+        ]
+        files = [file for part in self._parts for file in part.files]
+        return {
+            "manifest_version": _MANIFEST_VERSION,
+            **header,
+            "finished_at": now().isoformat(),
+            "counts": {
+                "files": len(files),
+                "bytes": sum(file.bytes for file in files),
+                "rollouts": len(rollouts),
+                **{
+                    name: sum(getattr(rollout, name) for rollout in rollouts)
+                    for name in ("rows", "calls", "tokens", "trained_tokens")
+                },
+                "left_out": dict(sorted(Counter(left.reason for left in left_out).items())),
+            },
+            "rewards": self._rewards.summary(rollout.key for rollout in rollouts)
+            if self._rewards.sha256
+            else None,
+            "parts": [
+                {
+                    "files": [asdict(file) for file in part.files],
+                    "rollouts": [asdict(rollout) for rollout in part.rollouts],
+                }
+                for part in self._parts
+                if part.rollouts
+            ],
+            "left_out": [asdict(left) for left in left_out],
+        }
+
+    def _report(
+        self, manifest: dict[str, Any], sha256: str, *, already_finished: bool = False, resumed: bool = False
+    ) -> tuple[ExportReport, list[Exported]]:
+        counts = dict(manifest["counts"])
+        report = ExportReport(
+            destination=self._folder.path,
+            export_id=manifest["export_id"],
+            format=manifest["options"]["format"],
+            already_finished=already_finished,
+            resumed=resumed,
+            left_out=Counter(counts.pop("left_out")),
+            rewards=manifest["rewards"],
+            manifest_sha256=sha256,
+            **counts,
+        )
+        parts = manifest["parts"]
+        return report, [Exported(**each) for part in parts for each in part["rollouts"]]
+
+
+def _identity(url: DatabaseUrl) -> str:
+    """Return what tells the database from others, without its password."""
+    return identity_of(url) or (url.dsn if url.is_sqlite else url.display)
+
+
+async def _check_runs(database: Database, options: ExportOptions, rewards: Rewards) -> None:
+    """Refuse several runs where a rollout id alone must name a rollout."""
+    statement = select(select_fences(options.filter()).subquery("matching").c.run).distinct().limit(2)
+
+    def look(connection: Connection) -> int:
+        return len(connection.execute(statement).all())
+
+    several = await database.read(look) > 1
+    if several and options.format is Format.GYM:
+        raise ExportError("Gym's files know no runs, and the database has several: choose one with --run")
+    if several and not rewards.has_runs:
+        raise ExportError(
+            "the rewards have no column run, and the database has several runs: add it, or choose one with --run"
+        )
+
+
+async def _hand_over(
+    marks: ExportMarks,
+    folder: ExportFolder,
+    report: ExportReport,
+    rollouts: Sequence[Exported],
+    retire: bool,
+    progress: Progress,
+) -> None:
+    await reach("an export wrote its manifest, and marked nothing")
+    manifest = folder.manifest()
+    if manifest is None or manifest[1] != report.manifest_sha256:
+        raise ExportError(
+            f"the manifest in {folder.path} changed while it was read; run the same command again"
+        )
+    files = [WrittenFile(**each) for part in manifest[0]["parts"] for each in part["files"]]
+    await asyncio.to_thread(folder.verify, files)
+    how = HandOver(report.export_id, str(folder.path), report.manifest_sha256, retire)
+    with progress("retiring" if retire else "marking", len(rollouts)) as advance:
+        report.kept = await marks.hand_over(rollouts, how, advance)
+    report.marked = len(rollouts) - sum(not kept.why.is_marked for kept in report.kept)
+    report.retired = len(rollouts) - len(report.kept) if retire else 0

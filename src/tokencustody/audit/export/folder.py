@@ -1,0 +1,222 @@
+"""The folder that an export fills: files that are whole or not there, how far it came, and last the manifest.
+
+A part is a file, or several, that are finished together: written under temporary names, synced, renamed, and only then
+noted in the progress file. What is not noted is written again by the next run. The manifest takes the place of the
+progress file when all parts are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tokencustody.audit.export.report import ExportError, Part, WrittenFile
+
+MANIFEST = "manifest.json"
+PROGRESS = "progress.jsonl"
+_TEMPORARY = ".partial"
+# What a part may consist of; nothing else in the folder is ever removed.
+_OURS = re.compile(
+    r"part-\d{5}\.(parquet|jsonl)|.+\.tokens\.(jsonl|state\.json|intents|incomplete)|.+\.lineage\.jsonl|"
+    rf".*{re.escape(_TEMPORARY)}"
+)
+
+
+class ExportFolder:
+    """One export's folder, made if need be and locked against another export while it is open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._written: list[tuple[Path, str, int]] = []
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the folder. Raises ExportError when another process does, or when it cannot be made or written."""
+        with _saying(self.path):
+            _make(self.path)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with _saying(self.path):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def manifest(self) -> tuple[dict[str, Any], str] | None:
+        """Return the manifest and the SHA-256 of its bytes, if the export is finished."""
+        with _saying(self.path / MANIFEST):
+            try:
+                data = (self.path / MANIFEST).read_bytes()
+            except FileNotFoundError:
+                return None
+        return _object(data, self.path / MANIFEST), hashlib.sha256(data).hexdigest()
+
+    def progress(self) -> tuple[dict[str, Any], list[Part]] | None:
+        """Return the header of an export that is not finished, and its finished parts; forget a torn last line.
+
+        Raises ExportError for a folder that holds anything else.
+        """
+        progress = self.path / PROGRESS
+        with _saying(progress):
+            if not progress.exists():
+                if any(path.suffix != _TEMPORARY for path in self.path.iterdir()):
+                    raise ExportError(
+                        f"{self.path} holds other files; name a new folder, or the one of an export that was begun"
+                    )
+                return None
+            data = progress.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]
+            if whole != data:
+                os.truncate(progress, len(whole))
+        if not whole:
+            return None
+        header, *parts = (_object(line, progress) for line in whole.splitlines())
+        return header, [Part.read(part) for part in parts]
+
+    def begin(self, header: dict[str, Any]) -> None:
+        """Note what is about to be exported."""
+        self._note(header)
+
+    def remove_unfinished(self, parts: Iterable[Part]) -> None:
+        """Remove files of parts that were not finished."""
+        finished = {file.name for part in parts for file in part.files}
+        with _saying(self.path):
+            for path in list(self.path.iterdir()):
+                if path.name not in finished and _OURS.fullmatch(path.name):
+                    path.unlink()
+
+    @contextmanager
+    def writing(self, name: str, *, rows: int) -> Iterator[BinaryIO]:
+        """Write a file of the part at hand under a temporary name; it is synced at the end."""
+        with _saying(self.path / name):
+            stream = self.open_temporary()
+            try:
+                yield stream
+                self.close_temporary(stream, name, rows=rows)
+            finally:
+                self.discard(stream)
+
+    def open_temporary(self) -> BinaryIO:
+        """Return a new file under a temporary name."""
+        with _saying(self.path):
+            return (self.path / f".{len(self._written):05}{_TEMPORARY}").open("wb")
+
+    def close_temporary(self, stream: BinaryIO, name: str, *, rows: int) -> None:
+        """Sync a file that `open_temporary` gave, which will have this name."""
+        with _saying(self.path / name):
+            stream.flush()
+            os.fsync(stream.fileno())
+            stream.close()
+            self._written.append((Path(stream.name), name, rows))
+
+    def discard(self, stream: BinaryIO) -> None:
+        """Remove a file that `open_temporary` gave and that is not closed, if it is there."""
+        if not stream.closed:
+            stream.close()
+            Path(stream.name).unlink(missing_ok=True)
+
+    def publish(self) -> tuple[WrittenFile, ...]:
+        """Give the files of the part their names, durably, and return them."""
+        files = []
+        for temporary, name, rows in self._written:
+            with _saying(self.path / name):
+                size, sha256 = _measured(temporary)
+                temporary.replace(self.path / name)
+            files.append(WrittenFile(name, rows, size, sha256))
+        self._written.clear()
+        self._sync()
+        return tuple(files)
+
+    def note(self, part: Part) -> None:
+        """Note durably that a part is finished."""
+        self._note(asdict(part))
+
+    def finish(self, manifest: dict[str, Any]) -> str:
+        """Write the manifest, remove the progress file, and return the manifest's SHA-256."""
+        data = json.dumps(manifest, indent=1).encode() + b"\n"
+        with self.writing(MANIFEST, rows=0) as stream:
+            stream.write(data)
+        self.publish()
+        self.remove_progress()
+        return hashlib.sha256(data).hexdigest()
+
+    def remove_progress(self) -> None:
+        """Remove the progress file of a finished export, if it is still there."""
+        with _saying(self.path / PROGRESS):
+            (self.path / PROGRESS).unlink(missing_ok=True)
+        self._sync()
+
+    def verify(self, files: Iterable[WrittenFile]) -> None:
+        """Raise ExportError that names the first file whose bytes are not those that the manifest lists."""
+        for file in files:
+            path = self.path / file.name
+            with _saying(path):
+                found = _measured(path)
+            if found != (file.bytes, file.sha256):
+                raise ExportError(
+                    f"{path} is not the file that {MANIFEST} lists: its bytes differ; nothing was retired or marked. "
+                    "Restore the file, or export into a new folder"
+                )
+
+    def _note(self, document: dict[str, Any]) -> None:
+        with _saying(self.path / PROGRESS), (self.path / PROGRESS).open("ab") as stream:
+            stream.write(json.dumps(document).encode() + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._sync()
+
+    def _sync(self) -> None:
+        _sync(self.path)
+
+
+def _object(data: bytes, path: Path) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        document = json.loads(data)
+        if isinstance(document, dict) and ("export_id" in document or "after" in document):
+            return dict(document)
+    raise ExportError(f"{path} is not what an export wrote; name a new folder")
+
+
+def _measured(path: Path) -> tuple[int, str]:
+    with path.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        return stream.tell(), sha256
+
+
+def _make(folder: Path) -> None:
+    if not folder.is_dir():
+        _make(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+        _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _saying(path: Path) -> Iterator[None]:
+    """Say of which file the operating system complains."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in (errno.EWOULDBLOCK, errno.EACCES) and isinstance(exc, BlockingIOError):
+            raise ExportError(
+                f"another export is writing to {path}; wait for it, or name another folder"
+            ) from None
+        raise ExportError(f"{path}: {exc.strerror or exc}") from exc

@@ -1,0 +1,60 @@
+"""What an export is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from tokencustody.audit.export.chains import SharedCalls
+from tokencustody.audit.export.rewards import Rewards
+from tokencustody.audit.selection import RolloutFilter
+
+DEFAULT_ROWS_PER_FILE = 50_000
+DEFAULT_MAX_BYTES = 2**30
+
+
+class Format(StrEnum):
+    """What the files are."""
+
+    PARQUET = "parquet"
+    GYM = "gym"
+    CALLS = "calls"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What an export holds, which a second run on the same folder must repeat.
+
+    `unexported` asks only for rollouts that no export marked at their present snapshot. A file ends with the rollout
+    in which it reaches `rows_per_file` rows or `max_bytes` bytes before compression.
+    """
+
+    format: Format = Format.PARQUET
+    run: str | None = None
+    rollout_ids: tuple[str, ...] | None = None
+    prefix: str | None = None
+    before: datetime | None = None
+    unexported: bool = False
+    include_incomplete: bool = False
+    shared_calls: SharedCalls = SharedCalls.FIRST
+    rows_per_file: int = DEFAULT_ROWS_PER_FILE
+    max_bytes: int = DEFAULT_MAX_BYTES
+
+    def filter(self) -> RolloutFilter:
+        """Return which rollouts are looked at, in whichever state."""
+        return RolloutFilter(
+            run=self.run,
+            prefix=self.prefix,
+            rollout_ids=self.rollout_ids,
+            before=self.before,
+            exported=False if self.unexported else None,
+        )
+
+    def document(self, rewards: Rewards) -> dict[str, Any]:
+        """Return the options as plain data."""
+        plain = asdict(self)
+        plain["before"] = self.before and self.before.isoformat()
+        plain["rollout_ids"] = self.rollout_ids and sorted(set(self.rollout_ids))
+        return {**plain, "rewards_sha256": rewards.sha256}

@@ -1,0 +1,216 @@
+"""Parquet: one row for each trainable chain. pyarrow is imported when it is needed, and not before."""
+
+from __future__ import annotations
+
+from array import array
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from tokencustody.audit.export.chains import Chain, Forest, SharedCalls
+from tokencustody.audit.export.folder import ExportFolder
+from tokencustody.audit.export.reading import FrozenRollout
+from tokencustody.audit.export.report import Exported, ExportError, LeftOut, Why
+from tokencustody.audit.export.rewards import Rewards
+from tokencustody.audit.export.staged import staged_chain
+
+# Tokens, of 17 bytes each, that are held before they are written.
+_TOKENS_PER_GROUP = 500_000
+_BYTES_PER_TOKEN = 17
+_NESTED = {"call_ids", "models", "parent_resolutions", "response_ids", "payload_sha256"}
+
+
+def require_pyarrow() -> tuple[Any, Any]:
+    """Return pyarrow and its module for Parquet. Raises ExportError that says how to install it."""
+    try:
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ModuleNotFoundError:
+        raise ExportError(
+            "reading and writing Parquet needs pyarrow: pip install 'tokencustody[export]'"
+        ) from None
+
+
+@cache
+def schema() -> Any:
+    """Return the columns, as docs/export.md lists them."""
+    pa, _ = require_pyarrow()
+    texts, numbers = pa.list_(pa.string()), pa.list_(pa.int64())
+    return pa.schema(
+        [
+            pa.field("run", pa.string(), nullable=False),
+            pa.field("rollout_id", pa.string(), nullable=False),
+            pa.field("chain_index", pa.int32(), nullable=False),
+            pa.field("leaf_call_id", pa.string(), nullable=False),
+            pa.field("token_ids", numbers, nullable=False),
+            pa.field("loss_mask", pa.list_(pa.int8()), nullable=False),
+            pa.field("log_probs", pa.list_(pa.float64()), nullable=False),
+            pa.field("call_ids", texts, nullable=False),
+            pa.field("call_starts", numbers, nullable=False),
+            pa.field("generation_starts", numbers, nullable=False),
+            pa.field("generation_lengths", numbers, nullable=False),
+            pa.field("weight_versions", numbers, nullable=False),
+            pa.field("models", texts, nullable=False),
+            pa.field("parent_resolutions", texts, nullable=False),
+            pa.field("response_ids", texts, nullable=False),
+            pa.field("reward", pa.float64()),
+            pa.field("source", pa.string(), nullable=False),
+            pa.field("snapshot_id", pa.string(), nullable=False),
+            pa.field("version", pa.int64(), nullable=False),
+            pa.field("incomplete", pa.bool_(), nullable=False),
+            pa.field("payload_sha256", texts, nullable=False),
+            pa.field("digest", pa.string(), nullable=False),
+            pa.field("exported_by", pa.string(), nullable=False),
+        ]
+    )
+
+
+class _Lists:
+    """A column of lists of numbers, gathered in the memory that pyarrow then takes as it is: exact in every bit."""
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+        self.clear()
+
+    def clear(self) -> None:
+        self.values: array[Any] = array(self._code)
+        self._offsets = array("i", [0])
+
+    def add(self, values: array[Any]) -> None:
+        self.values.extend(values)
+        self._offsets.append(len(self.values))
+
+    def column(self, pa: Any, kind: Any) -> Any:
+        values = pa.Array.from_buffers(
+            kind.value_type, len(self.values), [None, pa.py_buffer(self.values.tobytes())]
+        )
+        offsets = pa.Array.from_buffers(
+            pa.int32(), len(self._offsets), [None, pa.py_buffer(self._offsets.tobytes())]
+        )
+        return pa.ListArray.from_arrays(offsets, values, type=kind)
+
+
+class ParquetPart:
+    """One Parquet file in the making. It holds at most about one row group, and one rollout, in memory."""
+
+    def __init__(
+        self, folder: ExportFolder, number: int, *, shared: SharedCalls, rewards: Rewards, exported_by: str
+    ) -> None:
+        self.rows = 0
+        self.size = 0
+        self._pa, parquet = require_pyarrow()
+        self._folder = folder
+        self._name = f"part-{number:05}.parquet"
+        self._shared = shared
+        self._rewards = rewards
+        self._exported_by = exported_by
+        self._lists = {"token_ids": _Lists("q"), "loss_mask": _Lists("b"), "log_probs": _Lists("d")}
+        self._others: list[dict[str, Any]] = []
+        self._stream = folder.open_temporary()
+        self._writer = parquet.ParquetWriter(
+            self._stream,
+            schema(),
+            compression="zstd",
+            # Not for numbers: nearly every log probability is another one.
+            use_dictionary=[
+                f"{field.name}.list.element" if field.name in _NESTED else field.name
+                for field in schema()
+                if field.name in _NESTED or field.type == self._pa.string()
+            ],
+        )
+
+    def add(self, rollout: FrozenRollout) -> tuple[Exported | None, list[LeftOut]]:
+        """Add the chains of a rollout; return what the file now holds of it, and what it does not."""
+        lost = [row for row in rollout.ledger_failures if row.model_call_id not in rollout.calls]
+        if rollout.entries and lost:
+            return None, [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in lost]
+        if rollout.is_staged_only:
+            chain, left_out = staged_chain(rollout)
+            chains = iter(() if chain is None else (chain,))
+        else:
+            forest = Forest(rollout)
+            chains, left_out = forest.chains(self._shared), forest.left_out
+        rows = tokens = trained = 0
+        calls: set[str] = set()
+        source = ""
+        for chain in chains:
+            self._add_row(rollout, rows, chain)
+            rows, source = rows + 1, chain.source
+            tokens, trained = tokens + len(chain.token_ids), trained + sum(chain.loss_mask)
+            calls.update(link.model_call_id for link in chain.links)
+        if rollout.entries:
+            left_out += [LeftOut.of(rollout.key, Why.STAGED_BESIDE_RECORDS, call) for call in rollout.staged]
+        if not rows:
+            return None, left_out or [LeftOut.of(rollout.key, Why.NO_CALLS)]
+        exported = Exported(
+            run=rollout.key.run,
+            rollout_id=rollout.key.rollout_id,
+            snapshot_id=rollout.snapshot_id,
+            version=rollout.version,
+            incomplete=rollout.incomplete,
+            source=source,
+            calls=len(calls),
+            rows=rows,
+            tokens=tokens,
+            trained_tokens=trained,
+            whole=not left_out,
+        )
+        return exported, left_out
+
+    def finish(self) -> None:
+        """Close the file, to be published."""
+        self._flush()
+        self._writer.close()
+        self._folder.close_temporary(self._stream, self._name, rows=self.rows)
+
+    def abandon(self) -> None:
+        """Let go of the file, which stays unfinished."""
+        self._writer.close()
+        self._folder.discard(self._stream)
+
+    def _add_row(self, rollout: FrozenRollout, index: int, chain: Chain) -> None:
+        links = chain.links
+        self._lists["token_ids"].add(chain.token_ids)
+        self._lists["loss_mask"].add(chain.loss_mask)
+        self._lists["log_probs"].add(chain.log_probs)
+        self._others.append(
+            {
+                "run": rollout.key.run,
+                "rollout_id": rollout.key.rollout_id,
+                "chain_index": index,
+                "leaf_call_id": links[-1].model_call_id,
+                "call_ids": [link.model_call_id for link in links],
+                "call_starts": [link.start for link in links],
+                "generation_starts": [link.generation_start for link in links],
+                "generation_lengths": [link.generation_len for link in links],
+                "weight_versions": [link.weight_version for link in links],
+                "models": [link.model for link in links],
+                "parent_resolutions": [link.parent_resolution for link in links],
+                "response_ids": [link.response_id for link in links],
+                "reward": self._rewards.of(rollout.key),
+                "source": chain.source,
+                "snapshot_id": rollout.snapshot_id,
+                "version": rollout.version,
+                "incomplete": rollout.incomplete,
+                "payload_sha256": [link.payload_sha256 for link in links],
+                "digest": chain.digest,
+                "exported_by": self._exported_by,
+            }
+        )
+        self.rows += 1
+        self.size += len(chain.token_ids) * _BYTES_PER_TOKEN
+        if len(self._lists["token_ids"].values) >= _TOKENS_PER_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._others:
+            return
+        columns = [
+            self._lists[field.name].column(self._pa, field.type)
+            if field.name in self._lists
+            else self._pa.array([row[field.name] for row in self._others], field.type, from_pandas=False)
+            for field in schema()
+        ]
+        self._writer.write_table(self._pa.Table.from_arrays(columns, schema=schema()))
+        self._others.clear()
+        for lists in self._lists.values():
+            lists.clear()

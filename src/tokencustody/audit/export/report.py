@@ -1,0 +1,169 @@
+"""What an export says of itself: the errors, the rollouts that it holds, and what it left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tokencustody.store.fence import RolloutKey
+
+
+class ExportError(RuntimeError):
+    """An export cannot begin or go on. The message says why and what to do; nothing that was finished is lost."""
+
+
+class Why(StrEnum):
+    """Why a rollout or a call is not in the files; for staged calls the receipt gives further reasons."""
+
+    # The whole rollout
+    NOT_FROZEN = "not_frozen"
+    RETIRED = "retired"
+    UNKNOWN = "unknown"
+    INCOMPLETE = "incomplete"
+    CORRUPT = "corrupt"
+    NO_CALLS = "no_calls"
+    GYM_CANNOT_CARRY = "gym_cannot_carry"
+    # A call; what lies below it in the tree of parents is left out too, as PARENT_LEFT_OUT
+    UNRESOLVED_PARENT = "unresolved_parent"
+    PARENT_NOT_RECORDED = "parent_not_recorded"
+    PARENT_MISSING = "parent_missing"
+    PARENT_CYCLE = "parent_cycle"
+    PARENT_LEFT_OUT = "parent_left_out"
+    CONFLICTING_CALL = "conflicting_call"
+    NOT_A_CONTINUATION = "prompt_does_not_begin_with_parent"
+    NOT_PROVEN = "digest_or_length_mismatch"
+    BEYOND_INT64 = "ids_beyond_int64"
+    NO_GENERATED_TOKENS = "no_generated_tokens"
+    # Calls of the ledger
+    STAGED_BESIDE_RECORDS = "staged_beside_records"
+    NOT_ON_TERMINAL_CHAIN = "not_on_terminal_chain"
+    STAGED_CALL_MISSING = "staged_call_missing"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A rollout, or a call of it, that is not in the files, and why. `detail` has no token in it."""
+
+    run: str
+    rollout_id: str
+    reason: str
+    model_call_id: str = ""
+    detail: str = ""
+
+    @classmethod
+    def of(cls, key: RolloutKey, reason: str, model_call_id: str = "", detail: str = "") -> LeftOut:
+        """Return what is said of a call of the rollout, or of all of it."""
+        return cls(key.run, key.rollout_id, reason, model_call_id, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A rollout in the files, exactly at that snapshot and version. `whole`: nothing of it was left out."""
+
+    run: str
+    rollout_id: str
+    snapshot_id: str
+    version: int
+    incomplete: bool
+    source: str
+    calls: int
+    rows: int
+    tokens: int
+    trained_tokens: int
+    whole: bool
+
+    @property
+    def key(self) -> RolloutKey:
+        """The rollout."""
+        return RolloutKey(self.run, self.rollout_id)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A finished file, by its name in the folder; `sha256` is that of its bytes."""
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What was finished together: files, the rollouts that they hold, what was left out beside them.
+
+    `after` is the (run, rollout id) up to which all rollouts are dealt with.
+    """
+
+    files: tuple[WrittenFile, ...]
+    rollouts: tuple[Exported, ...]
+    left_out: tuple[LeftOut, ...]
+    after: tuple[str, str]
+
+    @classmethod
+    def read(cls, document: dict[str, Any]) -> Part:
+        """Return the part that `dataclasses.asdict` made a document of."""
+        return cls(
+            tuple(WrittenFile(**each) for each in document["files"]),
+            tuple(Exported(**each) for each in document["rollouts"]),
+            tuple(LeftOut(**each) for each in document["left_out"]),
+            (document["after"][0], document["after"][1]),
+        )
+
+
+class WhyKept(StrEnum):
+    """Why a rollout that was exported is not retired, or is no longer what the files hold."""
+
+    DELETED = "deleted_since"
+    MADE_ANEW = "made_anew_since"
+    CHANGED = "changed_since"
+    PARTLY_EXPORTED = "partly_exported"
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the rollout is marked as exported all the same: it is still there."""
+        return self not in (WhyKept.DELETED, WhyKept.MADE_ANEW)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An exported rollout that a person should look at, and why."""
+
+    run: str
+    rollout_id: str
+    why: WhyKept
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What an export did. `left_out` counts by reason; the manifest lists each.
+
+    `marked` and `retired` count the rollouts that are so now, through this call or an earlier one on the same folder.
+    """
+
+    destination: Path
+    export_id: str
+    format: str
+    already_finished: bool = False
+    resumed: bool = False
+    files: int = 0
+    bytes: int = 0
+    rollouts: int = 0
+    rows: int = 0
+    calls: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    rewards: dict[str, Any] | None = None
+    manifest_sha256: str = ""
+    marked: int = 0
+    retired: int = 0
+    kept: list[Kept] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing asks for a person: no rollout is corrupt, changed since, or kept against the wish."""
+        return not self.kept and not self.left_out[Why.CORRUPT]

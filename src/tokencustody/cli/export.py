@@ -1,0 +1,206 @@
+"""`tokencustody export`: frozen rollouts as files for a trainer, and the hand-over to it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokencustody.cli.db import Url
+from tokencustody.cli.printing import console, literal, plural, print_json
+
+if TYPE_CHECKING:
+    from tokencustody.audit.export import ExportReport
+
+_SHOWN = 20
+
+
+class Format(StrEnum):
+    """The formats of `audit.export.Format`, which loads SQLAlchemy."""
+
+    PARQUET = "parquet"
+    GYM = "gym"
+    CALLS = "calls"
+
+
+class SharedCalls(StrEnum):
+    """The choices of `audit.export.SharedCalls`, which loads SQLAlchemy."""
+
+    FIRST = "first"
+    EVERY = "every"
+
+
+def export(
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="The folder to write: new, empty, or of an export to go on with."),
+    ],
+    url: Url,
+    format: Annotated[
+        Format,
+        typer.Option(
+            help="parquet: one row per trainable chain. gym: NeMo Gym's token files. calls: one call per line, as JSON."
+        ),
+    ] = Format.PARQUET,
+    run: Annotated[str | None, typer.Option(help="Only this run; without it, all runs.")] = None,
+    rollout: Annotated[
+        list[str] | None, typer.Option(help="Only this rollout; may be given more than once.")
+    ] = None,
+    prefix: Annotated[str | None, typer.Option(help="Only rollouts whose id begins with this.")] = None,
+    before: Annotated[
+        str | None,
+        typer.Option(
+            help="Only rollouts frozen before this date or time, in ISO 8601; UTC unless it says otherwise."
+        ),
+    ] = None,
+    unexported: Annotated[
+        bool, typer.Option("--unexported", help="Only rollouts that no export has marked yet.")
+    ] = False,
+    include_incomplete: Annotated[
+        bool, typer.Option("--include-incomplete", help="Also rollouts that are masked as incomplete.")
+    ] = False,
+    shared_calls: Annotated[
+        SharedCalls,
+        typer.Option(
+            help="Where chains branch, the calls that they share are trained in the first chain only, so that each "
+            "sampled token is trained once, or in every chain."
+        ),
+    ] = SharedCalls.FIRST,
+    rewards: Annotated[
+        Path | None,
+        typer.Option(
+            help="A .csv, .jsonl or .parquet file with rollout_id, reward and, for several runs, run."
+        ),
+    ] = None,
+    rows_per_file: Annotated[
+        int | None, typer.Option(min=1, help="Begin a new file after this many rows.", show_default="50000")
+    ] = None,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Begin a new file after this many bytes, uncompressed.", show_default="1 GiB"
+        ),
+    ] = None,
+    retire: Annotated[
+        bool,
+        typer.Option(
+            "--retire",
+            help="Then retire what the finished files hold whole, in one transaction with its mark.",
+        ),
+    ] = False,
+    mark: Annotated[
+        bool, typer.Option("--mark/--no-mark", help="Mark in the database what was exported.")
+    ] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write frozen rollouts to files: whole files only, the manifest last.
+
+    The same command on the same folder goes on where it was stopped. What is left out stands in manifest.json with its
+    reason. Exit code 1 when a rollout is corrupt, changed since it was exported, or was not retired with --retire.
+    """
+    from tokencustody.audit.export import ExportOptions
+    from tokencustody.audit.export import Format as Formats
+    from tokencustody.audit.export import SharedCalls as Sharing
+    from tokencustody.audit.export import export as exported
+    from tokencustody.cli import interrupts
+    from tokencustody.cli.progress import progress
+
+    if retire and not mark:
+        raise typer.BadParameter("--retire marks what it retires", param_hint="--no-mark")
+    if format is not Format.PARQUET and rewards is not None:
+        raise typer.BadParameter("rewards are joined to rows of parquet only", param_hint="--rewards")
+    if format is Format.GYM and (rows_per_file or max_bytes):
+        raise typer.BadParameter("Gym's files are one for each rollout", param_hint="--format")
+    options = ExportOptions(
+        format=Formats(format),
+        run=run,
+        rollout_ids=tuple(rollout) if rollout else None,
+        prefix=prefix,
+        before=_moment(before),
+        unexported=unexported,
+        include_incomplete=include_incomplete,
+        shared_calls=Sharing(shared_calls),
+        **{
+            name: value
+            for name, value in {"rows_per_file": rows_per_file, "max_bytes": max_bytes}.items()
+            if value is not None
+        },
+    )
+    report = interrupts.run(
+        exported(url, out, options, rewards=rewards, mark=mark, retire=retire, progress=progress),
+        notice="finished files stay; the same command goes on after them",
+        at_once=lambda: "",
+    )
+    if json:
+        print_json(_plain(report))
+    else:
+        _print(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _moment(before: str | None) -> datetime | None:
+    from tokencustody.cli.ages import moment_of
+
+    if before is None:
+        return None
+    try:
+        datetime.fromisoformat(before.strip())
+    except ValueError:
+        raise typer.BadParameter(
+            f"{before!r} is no date or time in ISO 8601; a duration would be another moment when the export goes on",
+            param_hint="--before",
+        ) from None
+    return moment_of(before, "--before")
+
+
+def _plain(report: ExportReport) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        **asdict(report),
+        "destination": str(report.destination),
+        "left_out": dict(sorted(report.left_out.items())),
+        "ok": report.ok,
+    }
+
+
+def _print(report: ExportReport) -> None:
+    from rich.table import Table
+
+    out = console(folds=True)
+    state = "was finished before" if report.already_finished else "resumed" if report.resumed else "written"
+    out.print(literal(f"{report.destination}: {report.format}, {state} (export {report.export_id})"))
+    table = Table("", "", box=None, show_header=False)
+    table.columns[1].justify = "right"
+    for name, count in (
+        ("rollouts", report.rollouts),
+        ("rows", report.rows),
+        ("calls", report.calls),
+        ("tokens", report.tokens),
+        ("trained tokens", report.trained_tokens),
+        ("files", report.files),
+        ("bytes", report.bytes),
+        ("marked", report.marked),
+        ("retired", report.retired),
+    ):
+        table.add_row(name, f"{count:,}")
+    for reason, count in sorted(report.left_out.items()):
+        table.add_row(literal(f"left out: {reason}"), f"{count:,}")
+    out.print(table)
+    if report.rewards is not None:
+        for name in ("rollouts_without_reward", "rewards_without_rollout", "repeated"):
+            found = report.rewards[name]
+            if found["count"]:
+                out.print(literal(f"{name.replace('_', ' ')}: {found['count']:,} ({_some(found['first'])})"))
+    for kept in report.kept[:_SHOWN]:
+        out.print(literal(f"kept: rollout {kept.rollout_id} of run {kept.run}: {kept.why}"))
+    if len(report.kept) > _SHOWN:
+        out.print(literal(f"kept: {plural(len(report.kept) - _SHOWN, 'more rollout')}"))
+
+
+def _some(rollouts: list[str]) -> str:
+    return ", ".join(rollouts[:5]) + (", …" if len(rollouts) > 5 else "")
