@@ -16,9 +16,12 @@ from rich.console import Console
 from tokencustody.cli.conformance import conformance
 from tokencustody.cli.db import db
 from tokencustody.cli.demo import demo
+from tokencustody.cli.export import export
 from tokencustody.cli.printing import printable
 from tokencustody.cli.roles import grant, revoke, roles
+from tokencustody.cli.retention import delete, gc, retire
 from tokencustody.cli.rollouts import rollouts, show
+from tokencustody.cli.runs import runs
 from tokencustody.cli.serve import serve
 from tokencustody.cli.spill import spill
 
@@ -50,8 +53,13 @@ db.command()(revoke)
 db.command()(roles)
 app.add_typer(db, name="db")
 app.add_typer(spill, name="spill")
+app.command()(runs)
 app.command()(rollouts)
 app.command()(show)
+app.command()(retire)
+app.command()(delete)
+app.command()(gc)
+app.command()(export)
 app.command()(serve)
 app.command()(conformance)
 app.command()(demo)
@@ -75,7 +83,7 @@ def main() -> None:
 def _is_expected(exc: Exception) -> bool:
     """Return whether a person can do something about it; anything else is a fault of ours and keeps its traceback."""
     from tokencustody import errors
-    from tokencustody.audit import RolloutNotFoundError
+    from tokencustody.audit import ExportError, RolloutNotFoundError
 
     return isinstance(
         exc,
@@ -85,5 +93,6 @@ def _is_expected(exc: Exception) -> bool:
         | errors.RoleError
         | errors.SchemaMismatchError
         | errors.StoreUnavailableError
+        | ExportError
         | RolloutNotFoundError,
     )
