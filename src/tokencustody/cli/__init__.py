@@ -11,15 +11,14 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tokencustody.cli.conformance import conformance
 from tokencustody.cli.db import db
 from tokencustody.cli.demo import demo
 from tokencustody.cli.export import export
-from tokencustody.cli.printing import printable
-from tokencustody.cli.roles import grant, revoke, roles
+from tokencustody.cli.printing import print_error
 from tokencustody.cli.retention import delete, gc, retire
+from tokencustody.cli.roles import grant, revoke, roles
 from tokencustody.cli.rollouts import rollouts, show
 from tokencustody.cli.runs import runs
 from tokencustody.cli.serve import serve
@@ -73,14 +72,13 @@ def main() -> None:
     try:
         app()
     except Exception as exc:
-        if not _is_expected(exc):
+        if not is_expected(exc):
             raise
-        Console(stderr=True).print("error:", style="bold red", end=" ")
-        print(printable(str(exc)), file=sys.stderr)  # noqa: T201 - Rich would read brackets as markup
+        print_error(exc)
         raise SystemExit(1) from None
 
 
-def _is_expected(exc: Exception) -> bool:
+def is_expected(exc: Exception) -> bool:
     """Return whether a person can do something about it; anything else is a fault of ours and keeps its traceback."""
     from tokencustody import errors
     from tokencustody.audit import ExportError, RolloutNotFoundError
