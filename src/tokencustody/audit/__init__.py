@@ -17,6 +17,7 @@ from tokencustody.audit.summaries import (
     Totals,
     Version,
 )
+from tokencustody.audit.verify import Finding, VerifyReport, verify
 
 __all__ = [
     "CallForest",
@@ -24,6 +25,7 @@ __all__ = [
     "ExportError",
     "ExportOptions",
     "ExportReport",
+    "Finding",
     "Intent",
     "LedgerCall",
     "LedgerFailure",
@@ -36,7 +38,9 @@ __all__ = [
     "RolloutReader",
     "RolloutSummary",
     "Totals",
+    "VerifyReport",
     "Version",
     "call_forest",
     "export",
+    "verify",
 ]

@@ -23,6 +23,7 @@ from tokencustody.cli.rollouts import rollouts, show
 from tokencustody.cli.runs import runs
 from tokencustody.cli.serve import serve
 from tokencustody.cli.spill import spill
+from tokencustody.cli.verify import verify
 
 app = typer.Typer(
     name="tokencustody",
@@ -55,6 +56,7 @@ app.add_typer(spill, name="spill")
 app.command()(runs)
 app.command()(rollouts)
 app.command()(show)
+app.command()(verify)
 app.command()(retire)
 app.command()(delete)
 app.command()(gc)

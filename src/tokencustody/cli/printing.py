@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -36,6 +37,12 @@ def literal(text: str, style: str = "") -> Text:
 def moment(at: datetime | None, timespec: str = "seconds") -> str:
     """Return a time in UTC, or nothing for None."""
     return "" if at is None else at.astimezone(UTC).isoformat(" ", timespec).replace("+00:00", "Z")
+
+
+def print_error(exc: Exception) -> None:
+    """Print an expected error as one line on standard error."""
+    Console(stderr=True).print("error:", style="bold red", end=" ")
+    print(printable(str(exc)), file=sys.stderr)  # noqa: T201 - Rich would read brackets as markup
 
 
 def plural(count: int, noun: str) -> str:

@@ -137,20 +137,20 @@ class Put:
             "run": self.key.run,
             "rollout_id": self.key.rollout_id,
             "model_call_id": entry.model_call_id,
-            "model": _audit_text(entry.model),
-            "response_id": _audit_text(entry.response_id),
+            "model": audit_text(entry.model),
+            "response_id": audit_text(entry.response_id),
             "prompt_len": packed.prompt_len,
             "generation_len": packed.length - packed.prompt_len,
             "cum_len": entry.cum_len,
             "token_width": packed.token_width,
-            "digest": _audit_text(entry.digest),
-            "parent_call_id": _audit_text(entry.parent_call_id),
+            "digest": audit_text(entry.digest),
+            "parent_call_id": audit_text(entry.parent_call_id),
             "parent_resolution": entry.parent_resolution,
-            "parent_resolution_reason": _audit_text(entry.parent_resolution_reason),
+            "parent_resolution_reason": audit_text(entry.parent_resolution_reason),
             "prompt_is_delta": entry.prompt_is_delta,
-            "continuation_fingerprint": _audit_text(entry.continuation_fingerprint),
+            "continuation_fingerprint": audit_text(entry.continuation_fingerprint),
             "continuation_context_len": entry.continuation_context_len,
-            "continuation_context_digest": _audit_text(entry.continuation_context_digest),
+            "continuation_context_digest": audit_text(entry.continuation_context_digest),
             "fingerprint_version": entry.fingerprint_version,
             # SQLite would store NaN as NULL; the payload has the exact value.
             "created_at": entry.created_at if entry.created_at == entry.created_at else None,
@@ -193,8 +193,9 @@ def read_base_on(key: RolloutKey, row: Row[Any], beginning: KnownSequence) -> Kn
     return None if ids is None or row.is_conflicting else KnownSequence(row.payload_sha256, ids)
 
 
-def _audit_text(text: str | None) -> str | None:
-    # PostgreSQL's text has no NUL and an indexed value has a limit. The payload keeps the exact text.
+def audit_text(text: str | None) -> str | None:
+    """Return text as an audit column holds it; the payload keeps it exactly."""
+    # PostgreSQL's text has no NUL, and an indexed value has a limit.
     if text is None:
         return None
     text = text.replace("\0", "\ufffd")

@@ -1,0 +1,159 @@
+"""`tokencustody verify`: what a database has recorded, computed again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokencustody.cli.db import Url
+from tokencustody.cli.printing import console, literal, plural, print_error, print_json
+from tokencustody.cli.progress import progress
+from tokencustody.cli.rollouts import State
+
+if TYPE_CHECKING:
+    from tokencustody.audit.verify import VerifyReport
+
+_SHOWN = 50
+_FOUND, _NOT_VERIFIED = 1, 2
+
+
+def verify(
+    url: Url,
+    run: Annotated[str | None, typer.Option(help="Only this run; without it, all runs.")] = None,
+    rollout: Annotated[
+        list[str] | None, typer.Option(help="Only the rollout with this id; may be repeated.")
+    ] = None,
+    state: Annotated[State | None, typer.Option(help="Only rollouts in this state.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Only rollouts whose id begins with this.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes, each with a connection. Default: one per core.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="Keep in this file how far it came; the same command then goes on after an interruption.",
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Write the findings to this file, one JSON object a line."),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: what was looked at, and the findings.")
+    ] = False,
+) -> None:
+    """Compute hashes, digests, parent links, fences, ledger and staged calls again, and report every bad call.
+
+    Changes nothing. Exit code 0: nothing was found; 1: something was; 2: it could not be verified.
+    """
+    from tokencustody.audit import RolloutFilter
+    from tokencustody.audit.verify import verify as verify_database
+    from tokencustody.cli import is_expected
+    from tokencustody.sql.tables import FenceState
+
+    if report is not None and not os.access(report.absolute().parent, os.W_OK):
+        raise typer.BadParameter(
+            f"no file can be written in {report.absolute().parent}", param_hint="--report"
+        )
+    try:
+        wanted = RolloutFilter(
+            run=run,
+            state=FenceState(state) if state else None,
+            prefix=prefix,
+            rollout_ids=tuple(rollout) if rollout else None,
+        )
+        with _bar() as show:
+            found = verify_database(url, wanted, jobs=jobs or _cores(), checkpoint=checkpoint, progress=show)
+        if json:
+            print_json(found.as_json())
+        else:
+            _print(found)
+        if report is not None:
+            _write(found, report)
+    except KeyboardInterrupt:
+        how = (
+            "the same command goes on" if checkpoint else "with --checkpoint FILE it would go on where it was"
+        )
+        typer.echo(f"interrupted: nothing was changed; {how}", err=True)
+        raise
+    except Exception as exc:
+        if not is_expected(exc) and not isinstance(exc, OSError):
+            raise
+        print_error(exc)
+        raise typer.Exit(_NOT_VERIFIED) from None
+    if not found.ok:
+        raise typer.Exit(_FOUND)
+
+
+def _cores() -> int:
+    # Those that this process may use, where the system tells.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """Show a bar as soon as it is known how many rollouts there are."""
+    with ExitStack() as stack:
+        advance: Callable[[int], None] | None = None
+        shown = 0
+
+        def show(done: int, total: int) -> None:
+            nonlocal advance, shown
+            if advance is None:
+                advance = stack.enter_context(progress("verifying rollouts", total))
+            advance(done - shown)
+            shown = done
+
+        yield show
+
+
+def _print(found: VerifyReport) -> None:
+    from rich.table import Table
+
+    out = console(folds=True)
+    if found.findings:
+        table = Table("rule", "run", "rollout", "call", "what is wrong", box=None, pad_edge=False)
+        for finding in found.findings[:_SHOWN]:
+            parts = (finding.run, finding.rollout_id, finding.model_call_id, finding.text)
+            table.add_row(finding.rule.value, *map(literal, parts))
+        out.print(table)
+        if len(found.findings) > _SHOWN:
+            out.print(f"… and {len(found.findings) - _SHOWN:,} more: use --json or --report FILE")
+        out.print()
+    counts = found.counts
+    summary = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in (
+        ("database", found.database),
+        ("rollouts", f"{counts.rollouts:,}"),
+        ("complete records", f"{counts.calls:,}"),
+        ("  retokenized", f"{counts.retokenized:,}" if counts.retokenized else ""),
+        ("ledger rows", f"{counts.ledger_rows:,}"),
+        ("staged calls", f"{counts.staged_calls:,}"),
+        ("attachments", f"{counts.attachments:,}"),
+        ("hashed", f"{counts.bytes / 1e6:,.1f} MB"),
+        ("time", f"{found.seconds:,.1f} s"),
+        *((f"findings {rule}", f"{times:,}") for rule, times in found.by_rule().items()),
+    ):
+        if value:
+            summary.add_row(name, literal(value))
+    out.print(summary)
+    if found.ok:
+        out.print("nothing is wrong")
+    else:
+        bad = {(finding.run, finding.rollout_id) for finding in found.findings}
+        out.print(f"{plural(len(found.findings), 'finding')} in {plural(len(bad), 'rollout')}")
+
+
+def _write(found: VerifyReport, path: Path) -> None:
+    from tokencustody.audit.verify.checkpoint import replace_file
+
+    replace_file(path, "".join(json.dumps(asdict(finding)) + "\n" for finding in found.findings))
