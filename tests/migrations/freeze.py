@@ -12,13 +12,25 @@ import math
 import sqlite3
 import tempfile
 from contextlib import closing, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import insert
+
 from tests.support.ledger import make_commit
-from tokencustody import ParentResolutionStatus, TokenEntry, open_store, stamp_continuation, stamp_lineage
+from tokencustody import (
+    ParentResolutionStatus,
+    TokenCaptureSnapshot,
+    TokenEntry,
+    open_store,
+    stamp_continuation,
+    stamp_lineage,
+)
 from tokencustody.errors import PayloadConflictError
 from tokencustody.sql import migrate
+from tokencustody.sql.tables import exports
+from tokencustody.sql.url import parse_url
 from tokencustody.staging.digest import compute_chain_hash, compute_extras_digest, hash_token_ids
 from tokencustody.staging.records import StagedCallRecord
 from tokencustody.store import SqlStagingStore
@@ -131,6 +143,22 @@ def staged_calls() -> list[tuple[StagedCallRecord, dict[str, Any] | None]]:
     return calls
 
 
+def mark_exported(url: str, snapshot: TokenCaptureSnapshot) -> None:
+    """Mark a frozen rollout as written to files."""
+    mark = insert(exports).values(
+        run="default",
+        rollout_id=snapshot.rollout_id,
+        export_id="an-export",
+        snapshot_id=snapshot.snapshot_id,
+        version=snapshot.version,
+        destination="exported/é",
+        manifest_sha256="e" * 64,
+        exported_at=datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC),
+        written_by="freezer",
+    )
+    migrate.in_transaction(parse_url(url), lambda connection: connection.execute(mark))
+
+
 async def write(url: str) -> dict[str, Any]:
     """Fill a database with rollouts in every state, and return what each must read as."""
     root = entry("root")
@@ -168,6 +196,7 @@ async def write(url: str) -> dict[str, Any]:
             await store.sink.refuse_call("marked", model_call_id="refused", code="another")
         frozen = await store.source.freeze("frozen")
         dropped = await store.source.freeze("dropped")
+        mark_exported(url, frozen)
         await store.source.drop("dropped", dropped.snapshot_id, dropped.version)
         await store.source.retire(["retired"])
     async with open_store(url, writer="freezer") as store:

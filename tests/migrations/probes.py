@@ -15,12 +15,19 @@ from tests.support import postgres
 _POSTGRESQL_CATALOGUE = """
 SELECT 'column ' || table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable || ' '
        || coalesce(column_default, 'no default')
-  FROM information_schema.columns WHERE table_schema = 'public'
+  FROM information_schema.columns JOIN information_schema.tables USING (table_schema, table_name)
+ WHERE table_schema = 'public' AND table_type = 'BASE TABLE'
 UNION ALL
 SELECT 'constraint ' || conrelid::regclass || ' ' || conname || ' ' || pg_get_constraintdef(oid)
   FROM pg_constraint WHERE connamespace = 'public'::regnamespace
 UNION ALL
 SELECT 'index ' || indexdef FROM pg_indexes WHERE schemaname = 'public'
+"""
+
+_POSTGRESQL_ROUTINES = """
+SELECT 'view ' || relname || ' ' || pg_get_viewdef(oid) || obj_description(oid)
+  FROM pg_class WHERE relkind = 'v' AND relnamespace = 'public'::regnamespace
+UNION ALL SELECT pg_get_functiondef(oid) FROM pg_proc WHERE pronamespace = 'public'::regnamespace
 """
 
 _POSTGRESQL_OBJECTS = """
@@ -58,8 +65,22 @@ def catalogue(url: str) -> list[str]:
     if not url.startswith("sqlite"):
         lines = [line for (line,) in rows(url, _POSTGRESQL_CATALOGUE)]
         return sorted(line for line in lines if "alembic_version" not in line)
-    found = rows(url, "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND tbl_name <> 'alembic_version'")
+    found = rows(
+        url,
+        "SELECT sql FROM sqlite_master"
+        " WHERE sql IS NOT NULL AND type <> 'view' AND tbl_name <> 'alembic_version'",
+    )
     return sorted(re.sub(r"\s+", " ", statement) for (statement,) in found)
+
+
+def routines(url: str) -> list[str]:
+    """Return every view and function with its whole definition, in the database's own words."""
+    statement = (
+        "SELECT sql FROM sqlite_master WHERE type = 'view'"
+        if url.startswith("sqlite")
+        else _POSTGRESQL_ROUTINES
+    )
+    return sorted(line for (line,) in rows(url, statement))
 
 
 def objects(url: str) -> list[str]:

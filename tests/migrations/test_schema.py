@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import Connection
 
 from tests.migrations import probes
+from tokencustody.migrations import views_0004
 from tokencustody.sql import migrate, tables
 from tokencustody.sql.url import parse_url
 
@@ -99,27 +100,101 @@ def test_alembic_finds_nothing_to_generate(empty_url: str) -> None:
 
 
 @pytest.mark.parametrize(("drift", "expected"), DRIFTS, ids=[drift.split(";")[0] for drift, _ in DRIFTS])
-def test_check_names_what_differs(empty_url: str, drift: str, expected: list[str]) -> None:
+def test_check_names_what_differs(empty_url: str, dialect: str, drift: str, expected: list[str]) -> None:
     migrate.upgrade(empty_url)
+    if dialect == "postgresql":
+        drift = drift.replace("DROP TABLE failures", "DROP TABLE failures CASCADE")  # and the views over it
     probes.run_script(empty_url, drift)
     problems = migrate.check(empty_url)
     for line in expected:
         assert any(problem == line or problem.startswith(line.rstrip("*")) for problem in problems), problems
 
 
-def test_check_ignores_the_tables_of_others(empty_url: str) -> None:
+VIEWS = sorted(views_0004.views("sqlite"))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_check_names_a_view_that_is_missing_or_altered(empty_url: str, dialect: str, view: str) -> None:
+    migrate.upgrade(empty_url)
+    probes.run_script(empty_url, f"DROP VIEW {view}{' CASCADE' if dialect == 'postgresql' else ''}")
+    assert f"missing: view {view}" in migrate.check(empty_url)
+    probes.run_script(empty_url, f"CREATE VIEW {view} AS SELECT 1 AS run")
+    assert {f"missing: view {view}", f"unexpected: view {view}, altered"} <= set(migrate.check(empty_url))
+
+
+def test_check_sees_that_a_view_was_replaced_under_its_comment(empty_postgres_url: str) -> None:
+    migrate.upgrade(empty_postgres_url)
+    (definition,) = probes.rows(empty_postgres_url, "SELECT pg_get_viewdef('audit_calls'::regclass)")[0]
+    altered = f"{definition.rstrip(';')} WHERE run <> 'hidden'"
+    probes.rows(empty_postgres_url, f"CREATE OR REPLACE VIEW audit_calls AS {altered}")
+    assert migrate.check(empty_postgres_url) == [
+        "missing: view audit_calls",
+        "unexpected: view audit_calls, altered",
+    ]
+
+
+def test_check_trusts_the_wording_of_another_release_of_the_server(empty_postgres_url: str) -> None:
+    migrate.upgrade(empty_postgres_url)
+    probes.rows(empty_postgres_url, "COMMENT ON VIEW audit_calls IS 'tokencustody 9 as it was worded then'")
+    assert migrate.check(empty_postgres_url) == []
+    probes.rows(empty_postgres_url, "COMMENT ON VIEW audit_calls IS 'mine'")
+    assert migrate.check(empty_postgres_url) == [
+        "missing: view audit_calls",
+        "unexpected: view audit_calls, altered",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE OR REPLACE FUNCTION audit_staged_payload(run text, rollout_id text, model_call_id text) RETURNS bytea"
+        " LANGUAGE sql STRICT SET search_path FROM CURRENT AS 'SELECT NULL::bytea'",
+        "ALTER FUNCTION audit_staged_payload SECURITY DEFINER",
+        "ALTER FUNCTION audit_staged_payload RESET search_path",
+    ],
+)
+def test_check_names_a_function_that_is_missing_or_altered(empty_postgres_url: str, change: str) -> None:
+    migrate.upgrade(empty_postgres_url)
+    probes.rows(empty_postgres_url, change)
+    missing = "missing: function audit_staged_payload"
+    assert migrate.check(empty_postgres_url) == [
+        missing,
+        "unexpected: function audit_staged_payload, altered",
+    ]
+    probes.rows(empty_postgres_url, "DROP FUNCTION audit_staged_payload")
+    assert migrate.check(empty_postgres_url) == [missing]
+
+
+def test_views_outlive_a_copy_of_their_table(sqlite_url: str) -> None:
+    """As a later revision of SQLite's tables makes it."""
+    migrate.upgrade(sqlite_url)
+    before = probes.routines(sqlite_url)
+    ((creation,),) = probes.rows(sqlite_url, "SELECT sql FROM sqlite_master WHERE name = 'entries'")
+    probes.run_script(
+        sqlite_url,
+        "BEGIN; PRAGMA legacy_alter_table = ON; ALTER TABLE entries RENAME TO entries_before;"
+        f"PRAGMA legacy_alter_table = OFF; {creation}; INSERT INTO entries SELECT * FROM entries_before;"
+        "DROP TABLE entries_before; COMMIT",
+    )
+    assert probes.routines(sqlite_url) == before
+    for view in VIEWS:
+        assert probes.rows(sqlite_url, f"SELECT * FROM {view}") == []
+
+
+def test_check_ignores_what_others_keep(empty_url: str) -> None:
     migrate.upgrade(empty_url)
     probes.run_script(empty_url, "CREATE TABLE of_somebody_else (a INTEGER)")
+    probes.run_script(empty_url, "CREATE VIEW also_theirs AS SELECT a FROM of_somebody_else")
     assert migrate.check(empty_url) == []
 
 
 def test_down_to_base_leaves_nothing_and_up_again_gives_the_same(empty_url: str) -> None:
     assert migrate.upgrade(empty_url) == (None, migrate.HEAD)
-    first = probes.catalogue(empty_url)
+    first = probes.catalogue(empty_url), probes.routines(empty_url)
     assert migrate.downgrade(empty_url, "base") == (migrate.HEAD, None)
     assert probes.objects(empty_url) == []
     assert migrate.upgrade(empty_url) == (None, migrate.HEAD)
-    assert probes.catalogue(empty_url) == first
+    assert (probes.catalogue(empty_url), probes.routines(empty_url)) == first
 
 
 def test_each_revision_can_be_reached_in_both_directions(empty_url: str) -> None:
@@ -154,6 +229,7 @@ def test_offline_sql_builds_the_same_database(new_database: Callable[[], str], d
     else:
         probes.run_script(written, script)
     assert probes.catalogue(written) == probes.catalogue(migrated)
+    assert probes.routines(written) == probes.routines(migrated)
     assert migrate.check(written) == []
 
 

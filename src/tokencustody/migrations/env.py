@@ -40,7 +40,8 @@ def run_online(connection: Connection) -> None:
 
 def run_offline(dialect: str) -> None:
     """Write the revisions as SQL text."""
-    configure(dialect_name=dialect, literal_binds=True)
+    # Of the other styles of parameters, some double each percent sign.
+    configure(dialect_name=dialect, literal_binds=True, dialect_opts={"paramstyle": "named"})
     with context.begin_transaction():
         context.run_migrations()
 

@@ -113,8 +113,8 @@ def current(url: Url) -> str | None:
 def check(url: Url) -> list[str]:
     """Return everything in which a database differs from this library, empty when it is at head and equal.
 
-    Compares the revision, the wire schemas, and each column, constraint and index of the tables; other tables
-    are not looked at. Creates nothing.
+    Compares the revision, the wire schemas, each column, constraint and index of the tables, and the text of the views
+    and functions; what else is in the database is not looked at. Creates nothing.
     """
     return _read(_parsed(url), _problems, missing=["the file does not exist"])
 
@@ -382,7 +382,8 @@ def _problems(connection: Connection) -> list[str]:
         if versions.get(name) != WIRE_SCHEMAS.get(name)
     ]
     declared = catalogue.declared(tables.metadata, connection.dialect)
-    found = catalogue.found(connection, tables.metadata)
+    declared |= catalogue.declared_routines(connection.dialect)
+    found = catalogue.found(connection, tables.metadata) | catalogue.found_routines(connection)
     problems += [f"missing: {line}" for line in sorted(declared - found)]
     problems += [f"unexpected: {line}" for line in sorted(found - declared)]
     return problems

@@ -1,13 +1,19 @@
 """What was exported, the views named `audit_*`, and on PostgreSQL the functions that decode packed columns.
 
 Names and types are written out: this file keeps saying what it said when it was released, whatever
-`tokencustody.sql.tables` says later.
+`tokencustody.sql.tables` says later. So do the two modules with the texts of the views and functions.
+
+A later revision that changes a column under a view on PostgreSQL drops the view first. One that copies a table on
+SQLite renames it with `legacy_alter_table` on, as 0003 does, for otherwise SQLite refuses while a view names a table
+that is gone for the moment.
 """
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import op
+
+from tokencustody.migrations import functions_0004, views_0004
 
 revision = "0004_audit"
 down_revision: str | None = "0003_prefix_sharing"
@@ -34,7 +40,21 @@ def upgrade() -> None:
         sa.CheckConstraint("version >= 1", name="ck_exports_version"),
         sa.CheckConstraint("length(manifest_sha256) = 64", name="ck_exports_manifest_sha256"),
     )
+    dialect = op.get_context().dialect.name
+    for statement in views_0004.views(dialect).values():
+        op.execute(statement)
+    if dialect == "postgresql":
+        op.execute(views_0004.KEEP_DEFINITIONS)
+        for statement in functions_0004.creations():
+            op.execute(statement)
+        op.execute(functions_0004.PIN_SEARCH_PATH)
 
 
 def downgrade() -> None:
+    dialect = op.get_context().dialect.name
+    if dialect == "postgresql":
+        for statement in functions_0004.removals():
+            op.execute(statement)
+    for name in reversed(views_0004.views(dialect)):
+        op.execute(f"DROP VIEW {name}")
     op.drop_table("exports")
