@@ -99,7 +99,7 @@ def export(
     """Write frozen rollouts to files: whole files only, the manifest last.
 
     The same command on the same folder goes on where it was stopped. What is left out stands in manifest.json with its
-    reason. Exit code 1 when a rollout is corrupt, changed since it was exported, or was not retired with --retire.
+    reason. Exit code 1 when a rollout is corrupt or unknown, changed since it was exported, or stays despite --retire.
     """
     from tokencustody.audit.export import ExportOptions
     from tokencustody.audit.export import Format as Formats

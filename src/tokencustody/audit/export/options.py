@@ -10,6 +10,8 @@ from typing import Any
 from tokencustody.audit.export.chains import SharedCalls
 from tokencustody.audit.export.rewards import Rewards
 from tokencustody.audit.selection import RolloutFilter
+from tokencustody.errors import InvalidRecordError
+from tokencustody.records import shown
 
 DEFAULT_ROWS_PER_FILE = 50_000
 DEFAULT_MAX_BYTES = 2**30
@@ -28,7 +30,8 @@ class ExportOptions:
     """What an export holds, which a second run on the same folder must repeat.
 
     `unexported` asks only for rollouts that no export marked at their present snapshot. A file ends with the rollout
-    in which it reaches `rows_per_file` rows or `max_bytes` bytes before compression.
+    in which it reaches `rows_per_file` rows or `max_bytes` bytes before compression. Raises InvalidRecordError that
+    names an option of no sense.
     """
 
     format: Format = Format.PARQUET
@@ -41,6 +44,21 @@ class ExportOptions:
     shared_calls: SharedCalls = SharedCalls.FIRST
     rows_per_file: int = DEFAULT_ROWS_PER_FILE
     max_bytes: int = DEFAULT_MAX_BYTES
+
+    def __post_init__(self) -> None:
+        for name, kind in (("format", Format), ("shared_calls", SharedCalls)):
+            value = getattr(self, name)
+            if value not in list(kind):
+                raise InvalidRecordError(f"{name} must be one of {', '.join(kind)}, not {shown(value)}")
+            # Also when it came as plain text.
+            object.__setattr__(self, name, kind(value))
+        for name in ("rows_per_file", "max_bytes"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidRecordError(f"{name} must be an integer of at least 1, not {shown(value)}")
+        if self.before is not None and self.before.tzinfo is None:
+            raise InvalidRecordError("before must have a time zone")
+        self.filter()
 
     def filter(self) -> RolloutFilter:
         """Return which rollouts are looked at, in whichever state."""

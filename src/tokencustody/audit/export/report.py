@@ -165,5 +165,5 @@ class ExportReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing asks for a person: no rollout is corrupt, changed since, or kept against the wish."""
-        return not self.kept and not self.left_out[Why.CORRUPT]
+        """Whether nothing asks for a person: no rollout is corrupt or unknown, changed since, or stays unwanted."""
+        return not (self.kept or self.left_out[Why.CORRUPT] or self.left_out[Why.UNKNOWN])
