@@ -100,12 +100,14 @@ def _cells(finding: Finding, rollout_id: str) -> list[Text]:
 
 
 def _summary(report: ImportReport, *, dry_run: bool) -> str:
-    from tokencustody.audit.gym_import import FindingKind
+    from tokencustody.audit.gym_import import FindingKind, Outcome
 
     outcomes = Counter(each.outcome for each in report.rollouts)
     words = ", ".join(f"{count:,} {outcome.replace('_', ' ')}" for outcome, count in sorted(outcomes.items()))
     calls = plural(sum(each.added for each in report.rollouts), "call")
-    lost = sum(FindingKind.LOST in each.counts for each in report.rollouts)
+    lost = sum(
+        FindingKind.LOST in each.counts and each.outcome is not Outcome.FAILED for each in report.rollouts
+    )
     masked = f"; {lost:,} masked, for something of them was lost" if lost else ""
     would = "it would be: " if dry_run else ""
     return f"{would}{plural(len(report.rollouts), 'rollout')} ({words or 'none'}), {calls} added{masked}"

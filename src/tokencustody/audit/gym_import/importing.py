@@ -64,7 +64,10 @@ class GymImporter(SqlStore):
         is_new = dry_run and self._database.url.is_sqlite and await migrate.is_new_sqlite(self._database.url)
         if not is_new:
             await self._reach()
-        found = []
+        found = [
+            _failed(name, "the folder has no such rollout")
+            for name in sorted({*(rollout_ids or ())} - {files.rollout_id for files in rollouts})
+        ]
         with watch(len(rollouts)) as advance:
             for files in rollouts:
                 found.append(await self._import(files, dry_run=dry_run, is_new=is_new))
@@ -103,6 +106,10 @@ class GymImporter(SqlStore):
         except RefusedError as exc:
             return exc.found
         except (UnreadableFileError, CorruptEntryError) as exc:
-            failed = ImportedRollout(files.rollout_id, Outcome.FAILED)
-            failed.find(FindingKind.LOST, "", None, None, f"nothing of it was imported: {exc}")
-            return failed
+            return _failed(files.rollout_id, f"nothing of it was imported: {exc}")
+
+
+def _failed(rollout_id: str, reason: str) -> ImportedRollout:
+    failed = ImportedRollout(rollout_id, Outcome.FAILED)
+    failed.find(FindingKind.LOST, "", None, None, reason)
+    return failed
