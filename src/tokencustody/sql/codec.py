@@ -129,6 +129,11 @@ class StoredCall:
         start = self.own_prompt_len * self.token_width
         return decoded(TYPECODES[self.token_width], self.body, start, self.generation_len)
 
+    def generation_log_probs(self) -> list[float]:
+        """Return the log probability of each generated id."""
+        start = (self.own_prompt_len + self.generation_len) * self.token_width
+        return decoded("d", self.body, start, self.generation_len)
+
     def own_ids(self) -> bytes:
         """Return the prompt and generated ids that were stored, packed."""
         return self.body[: (self.own_prompt_len + self.generation_len) * self.token_width]
@@ -149,13 +154,8 @@ class StoredCall:
 
     def entry(self, shared: list[int]) -> TokenEntry:
         """Return the entry, unchecked, given the prompt ids that were left out; it shares the integers of both."""
-        prompt, generation = self.own_prompt(), self.generation()
-        log_probs_at = (len(prompt) + len(generation)) * self.token_width
-        columns = (
-            shared + prompt if shared else prompt,
-            generation,
-            decoded("d", self.body, log_probs_at, self.generation_len),
-        )
+        prompt = self.own_prompt()
+        columns = (shared + prompt if shared else prompt, self.generation(), self.generation_log_probs())
         return construct(TokenEntry, {**self.fields, **dict(zip(TOKEN_FIELDS, columns, strict=True))})
 
 

@@ -141,6 +141,17 @@ def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
     return buffer.getvalue()
 
 
+def require_head(url: Url) -> None:
+    """Raise SchemaMismatchError, with the command to run, unless a database is on the newest revision. Creates nothing.
+
+    A SQLite file that does not exist is a StoreUnavailableError.
+    """
+    target = _parsed(url)
+    if _is_missing(target):
+        raise StoreUnavailableError(f"{target.display} does not exist")
+    _connected(target, lambda connection: ensure_current(connection, target.display), writes=False)
+
+
 async def is_new_sqlite(url: DatabaseUrl, *, read_only: bool = False) -> bool:
     """Return whether a SQLite file does not exist, is empty or holds no table yet. Creates nothing."""
 

@@ -124,7 +124,7 @@ def unpack_call(row: Any) -> StagedCallBaseSnapshot:
     Raises CorruptEntryError that names the call.
     """
     check_payload(row)
-    token_ids, mask, log_probs = _unpacked(row)
+    token_ids, mask, log_probs = unpack_columns(row)
     fields = {name: getattr(row, name) for name in CALL_COLUMNS}
     try:
         return StagedCallBaseSnapshot(
@@ -195,7 +195,8 @@ def _slices(row: Any) -> list[tuple[str, bytes]]:
     return slices
 
 
-def _unpacked(row: Any) -> tuple[list[int], list[float], list[float]]:
+def unpack_columns(row: Any) -> tuple[list[int], list[float], list[float]]:
+    """Return the token ids, mask and log probabilities of a row, unproven. Raises CorruptEntryError."""
     ids, log_probs, mask = _slices(row)
     try:
         values = list(map(_MASK_VALUES.__getitem__, mask[1]))

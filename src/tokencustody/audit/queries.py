@@ -1,0 +1,182 @@
+"""Running a person's own SQL on either database, so that nothing it says can write."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Protocol
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, ResourceClosedError
+
+from tokencustody.audit.functions import connect
+from tokencustody.sql import migrate
+from tokencustody.sql.faults import classify, unavailable
+from tokencustody.sql.postgresql import migration_engine
+from tokencustody.sql.url import DatabaseUrl
+
+Rows = Iterator[Sequence[Any]]
+# Takes the names of the columns and the rows, which are read from the database as they are taken.
+Consume = Callable[[Sequence[str], Rows], None]
+
+# How many rows of a PostgreSQL query are read at a time.
+_FETCHED = 500
+# Steps of SQLite's machine after which Python may see a signal.
+_STEPS = 10_000
+# What PostgreSQL is asked. A read-only transaction alone would let COPY write files on the server.
+_QUESTIONS = ("SELECT", "WITH", "VALUES", "TABLE", "EXPLAIN", "SHOW")
+
+
+class QueryError(ValueError):
+    """A statement is wrong or would not only read. The message is the database's own, or says so."""
+
+
+class Queries(Protocol):
+    """A database that is asked one statement at a time."""
+
+    # Lists the tables and views, and the columns of the one that is put in as {}.
+    listing: str
+    describing: str
+
+    def run(self, statement: str, consume: Consume) -> None:
+        """Run one statement and give what it returns to `consume`, which is not called for nothing.
+
+        Raises QueryError, KeyboardInterrupt when SIGINT cancelled it, and StoreUnavailableError.
+        """
+
+    def close(self) -> None:
+        """Let go of the database."""
+
+
+def open_queries(url: DatabaseUrl) -> Queries:
+    """Return a database to be asked. Raises SchemaMismatchError unless it is on the newest revision."""
+    migrate.require_head(url)
+    return SqliteQueries(url) if url.is_sqlite else PostgresqlQueries(url)
+
+
+def statements(text: str) -> tuple[list[str], str]:
+    """Return the statements of `text` that end in a semicolon, and what follows the last of them."""
+    found, start = [], 0
+    for place, char in enumerate(text):
+        if char == ";" and sqlite3.complete_statement(text[start : place + 1]):
+            found.append(text[start : place + 1].strip())
+            start = place + 1
+    return found, text[start:].strip()
+
+
+class SqliteQueries:
+    """Queries of a SQLite file, with the functions of `audit.functions`."""
+
+    listing = "SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view') ORDER BY type DESC, name"
+    describing = "SELECT name AS column_name, type FROM pragma_table_info({})"
+
+    def __init__(self, url: DatabaseUrl) -> None:
+        self._connection, self._functions = connect(url)
+        # Python runs its handlers of signals only between its own steps.
+        self._connection.set_progress_handler(lambda: 0, _STEPS)
+
+    def run(self, statement: str, consume: Consume) -> None:
+        """Run one statement, as `Queries` says."""
+        self._functions.error = None
+        with _interrupting(self._connection) as interrupts:
+            try:
+                cursor = self._connection.execute(statement)
+                if cursor.description is not None:
+                    consume([name for name, *_ in cursor.description], cursor)
+            except (sqlite3.Error, sqlite3.Warning) as exc:
+                if interrupts:
+                    raise KeyboardInterrupt from None
+                if self._functions.error is not None:
+                    raise QueryError(str(self._functions.error)) from None
+                refused = getattr(exc, "sqlite_errorcode", None) in (
+                    sqlite3.SQLITE_AUTH,
+                    sqlite3.SQLITE_READONLY,
+                )
+                raise QueryError(f"{exc}{': only reading is allowed here' if refused else ''}") from None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+
+@contextmanager
+def _interrupting(connection: sqlite3.Connection) -> Iterator[list[int]]:
+    """Let SIGINT cancel what runs on a connection; yields the signals that came."""
+    came: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        connection.interrupt()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class PostgresqlQueries:
+    """Queries of a PostgreSQL database, each in a read-only transaction on a connection of its own.
+
+    No setting outlives a statement, and the protocol takes one at a time, so none can end the transaction and write.
+    """
+
+    listing = (
+        "SELECT c.relname AS name, CASE c.relkind WHEN 'v' THEN 'view' ELSE 'table' END AS type"
+        " FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace"
+        " WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v') ORDER BY 2 DESC, 1"
+    )
+    describing = (
+        "SELECT attname AS column_name, format_type(atttypid, atttypmod) AS type FROM pg_attribute"
+        " WHERE attrelid = to_regclass({}) AND attnum > 0 AND NOT attisdropped ORDER BY attnum"
+    )
+
+    def __init__(self, url: DatabaseUrl) -> None:
+        self._url = url
+
+    def run(self, statement: str, consume: Consume) -> None:
+        """Run one statement, as `Queries` says."""
+        word = re.match(r"(?:\s|\(|--[^\n]*(?:\n|$)|/\*.*?\*/)*(\w*)", statement, re.DOTALL)
+        if word is None or word[1].upper() not in _QUESTIONS:
+            raise QueryError(f"only reading is allowed here: a statement begins with {', '.join(_QUESTIONS)}")
+        asyncio.run(self._run(statement, consume))
+
+    async def _run(self, statement: str, consume: Consume) -> None:
+        def ask(connection: Connection) -> None:
+            result = connection.execution_options(yield_per=_FETCHED).exec_driver_sql(statement)
+            with suppress(ResourceClosedError):
+                columns = list(result.keys())
+                consume(columns, iter(result))
+
+        engine = migration_engine(self._url)
+        try:
+            connected = False
+            try:
+                async with engine.connect() as connection:
+                    await connection.execution_options(
+                        isolation_level="REPEATABLE READ", postgresql_readonly=True
+                    )
+                    async with connection.begin():
+                        connected = True
+                        await connection.run_sync(ask)
+            except Exception as exc:
+                if not connected and classify(exc) is not None:
+                    raise unavailable(self._url, exc) from exc
+                if isinstance(exc, DBAPIError):
+                    raise QueryError(_said(exc)) from None
+                raise
+        finally:
+            await engine.dispose()
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def _said(exc: DBAPIError) -> str:
+    cause = getattr(exc.orig, "__cause__", None) or exc.orig
+    return str(cause).strip().splitlines()[0]
