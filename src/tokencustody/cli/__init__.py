@@ -13,8 +13,10 @@ from typing import Annotated
 import typer
 
 from tokencustody.cli.conformance import conformance
+from tokencustody.cli.copy import copy
 from tokencustody.cli.db import db
 from tokencustody.cli.demo import demo
+from tokencustody.cli.imports import import_
 from tokencustody.cli.export import export
 from tokencustody.cli.printing import print_error
 from tokencustody.cli.retention import delete, gc, retire
@@ -23,6 +25,7 @@ from tokencustody.cli.rollouts import rollouts, show
 from tokencustody.cli.runs import runs
 from tokencustody.cli.serve import serve
 from tokencustody.cli.spill import spill
+from tokencustody.cli.sql import sql
 from tokencustody.cli.verify import verify
 
 app = typer.Typer(
@@ -57,11 +60,14 @@ app.command()(runs)
 app.command()(rollouts)
 app.command()(show)
 app.command()(verify)
+app.command()(sql)
 app.command()(retire)
 app.command()(delete)
 app.command()(gc)
 app.command()(export)
 app.command()(serve)
+app.command("import")(import_)
+app.command()(copy)
 app.command()(conformance)
 app.command()(demo)
 
