@@ -16,8 +16,8 @@ from tokencustody.cli.conformance import conformance
 from tokencustody.cli.copy import copy
 from tokencustody.cli.db import db
 from tokencustody.cli.demo import demo
-from tokencustody.cli.imports import import_
 from tokencustody.cli.export import export
+from tokencustody.cli.imports import import_
 from tokencustody.cli.printing import print_error
 from tokencustody.cli.retention import delete, gc, retire
 from tokencustody.cli.roles import grant, revoke, roles
