@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -19,13 +20,14 @@ from tests.support.staged import stage
 from tokencustody import CaptureStore, TokenCaptureRetiredError, open_store
 from tokencustody.audit import retention as retention_module
 from tokencustody.audit.retention import Retention, Settled
-from tokencustody.audit.selection import RolloutFilter
+from tokencustody.audit.selection import RolloutFilter, pages
 from tokencustody.audit.vacuum import vacuum
 from tokencustody.errors import PayloadConflictError, StoreUnavailableError
 from tokencustody.sql import tables
 from tokencustody.sql.faults import FAULT_POINTS
 from tokencustody.sql.tables import FenceState
 from tokencustody.sql.url import parse_url
+from tokencustody.store import SqlStagingStore, removal
 from tokencustody.store.fence import RolloutKey, Stamp
 from tokencustody.store.spill import Mark, Spill, spill_root
 
@@ -209,16 +211,13 @@ async def conflict(store: CaptureStore, rollout: str) -> None:
 
 
 async def make_anew(store: CaptureStore, rollout: str) -> None:
-    frozen = (await states_of(store))[rollout] == "frozen"
     await store.source.delete([rollout])
-    await put(store, rollout, freeze=frozen)
+    await put(store, rollout, freeze=False)
 
 
-async def states_of(store: CaptureStore) -> dict[str, str]:
-    return {row["rollout_id"]: row["state"] for row in await rows_of(URLS[store], tables.fences)}
-
-
-URLS: dict[CaptureStore, str] = {}
+async def make_anew_and_freeze(store: CaptureStore, rollout: str) -> None:
+    await make_anew(store, rollout)
+    await store.source.freeze(rollout)
 
 
 @pytest.mark.parametrize("removes", ["retire", "delete"])
@@ -230,7 +229,7 @@ URLS: dict[CaptureStore, str] = {}
         (OPEN, conflict, "it got version 1 meanwhile"),
         (OPEN, make_anew, "it was deleted and made anew meanwhile"),
         (FROZEN, mark, "it got version 2 meanwhile"),
-        (FROZEN, make_anew, "it was deleted and made anew meanwhile"),
+        (FROZEN, make_anew_and_freeze, "it was deleted and made anew meanwhile"),
         (RolloutFilter(run=RUN, state=FenceState.FROZEN, exported=False), None, "it was exported meanwhile"),
     ],
 )
@@ -244,7 +243,6 @@ async def test_a_rollout_that_changed_since_it_was_listed_is_left_and_told(
     change: Change | None,
     why: str,
 ) -> None:
-    monkeypatch.setitem(URLS, store, store_url)
     for rollout in ("changed", "same"):
         await put(store, rollout, freeze=wanted.state is FenceState.FROZEN)
 
@@ -281,14 +279,14 @@ async def test_a_rollout_that_somebody_else_removed_meanwhile_is_neither_removed
 
 def after_listing(monkeypatch: pytest.MonkeyPatch, happen: Callable[[], Awaitable[None]]) -> None:
     """Let something happen between the listing of rollouts and the first removal."""
-    listed = retention_module.pages
+    listed = pages
 
-    async def pages(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+    async def then(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
         async for page in listed(*arguments, **options):
             await happen()
             yield page
 
-    monkeypatch.setattr(retention_module, "pages", pages)
+    monkeypatch.setattr(retention_module, "pages", then)
 
 
 @pytest.mark.parametrize("removes", ["retire", "delete"])
@@ -356,7 +354,7 @@ async def test_a_cancelled_removal_ends_between_two_rollouts_and_told_of_each_th
 async def test_more_rollouts_than_a_page_holds_all_go(
     store: CaptureStore, retention: Retention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed = retention_module.pages
+    listed = pages
     monkeypatch.setattr(retention_module, "pages", lambda *given, **_: listed(*given, size=2))
     monkeypatch.setattr(retention_module, "PAGE", 2)
     for number in range(5):
@@ -462,6 +460,27 @@ async def test_what_is_staged_or_recorded_between_the_listing_and_the_removal_st
     assert await staged_in(store_url) == (["r/c"] if happens == "staged" else ["r/a"])
 
 
+async def test_a_staged_call_cannot_be_deleted_and_staged_anew_while_it_is_collected(
+    store: CaptureStore, retention: Retention, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put_staged(store, "r", "a")
+    dispose = removal.dispose_txn
+    refused = []
+
+    def meddle(*arguments: Any) -> None:
+        with SqlStagingStore(store_url, run=RUN, deadline=0.2, pool_size=1) as other:
+            try:
+                other.delete(["r/a"])
+            except StoreUnavailableError as exc:
+                refused.append(exc)
+        dispose(*arguments)
+
+    monkeypatch.setattr(retention_module, "dispose_txn", meddle)
+    await retention.collect(datetime.now(UTC), lambda _: None)
+    assert len(refused) == 1
+    assert await staged_in(store_url) == []
+
+
 async def test_deleting_a_run_leaves_nothing_of_it_and_everything_of_the_others(
     store: CaptureStore, retention: Retention, store_url: str
 ) -> None:
@@ -476,16 +495,20 @@ async def test_deleting_a_run_leaves_nothing_of_it_and_everything_of_the_others(
     async with open_store(store_url, run="run-2") as other:
         await fill(store)
         await fill(other)
-    kept = {
-        table.name: [row for row in await rows_of(store_url, table) if row["run"] == "run-2"]
-        for table in OF_ROLLOUTS
-    }
+
+    async def of_the_other() -> dict[str, Any]:
+        rows = {table.name: await rows_of(store_url, table) for table in OF_ROLLOUTS}
+        return {name: [row for row in found if row["run"] == "run-2"] for name, found in rows.items()}
+
+    kept = await of_the_other()
     settled: list[Settled] = []
     staged: list[Settled] = []
     await retention.delete_run(RUN, settled.append, staged.append)
     assert {of.key.rollout_id for of in settled if of.removed} == {"frozen", "open", "retired"}
     assert sum(of.rows for of in staged) == 2
-    assert {table.name: await rows_of(store_url, table) for table in OF_ROLLOUTS} == kept
+    assert (
+        {table.name: await rows_of(store_url, table) for table in OF_ROLLOUTS} == kept == await of_the_other()
+    )
 
 
 async def test_deleting_a_run_leaves_what_a_rollout_needs_that_is_left(
@@ -538,8 +561,6 @@ async def reopened(path: Any) -> int:
 def test_vacuum_of_a_file_that_is_in_use_says_so_and_changes_nothing(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sqlite3
-
     monkeypatch.setattr("tokencustody.audit.vacuum._PATIENCE", 0.1)
     path = tmp_path / "used.db"
 
