@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,9 +91,6 @@ def _history(book: _Book) -> Broken:
             "",
             f"its versions do not run from 0 without a gap: {lacks} is missing; {_RESTORE}",
         )
-    for event_id, times in Counter(row.event_id for row in book.history).items():
-        if times > 1:
-            yield Rule.HISTORY, "", f"event {event_id:.80} stands in its history {times} times; {_RESTORE}"
     allowed: tuple[str, ...] = tuple(event for event in VersionEvent if event is not VersionEvent.DROP)
     snapshot_id = None
     for row in book.history:

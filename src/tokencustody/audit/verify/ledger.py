@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -44,13 +44,14 @@ def check_ledger(
     key: RolloutKey,
     calls: Sequence[Any],
     failed: Sequence[Any],
+    malformed: Collection[str],
     staged: Callable[[tuple[str, str]], Any | None],
     proven: Mapping[str, ProvenCall],
     found: Found,
 ) -> None:
     """Check the ledger rows of a rollout, whose values have the form of their columns.
 
-    `staged` returns the row of a staged call, by rollout and call, if there is one; `proven` are the complete records.
+    `malformed` are the calls of the other rows. `staged` returns the row of a staged call, by rollout and call, if there is one; `proven` are the complete records.
     """
 
     def say(rule: Rule, call_id: str, text: str) -> None:
@@ -59,14 +60,15 @@ def check_ledger(
     found.counts.ledger_rows += len(calls) + len(failed)
     by_id = {row.model_call_id: row for row in calls}
     failed_at = {row.model_call_id: row.position for row in failed}
-    _check_positions(calls, failed, say)
+    if not malformed:
+        _check_positions(calls, failed, say)
     chains = {row.model_call_id: _chain(row) for row in calls}
     for row in calls:
         call_id, chain = row.model_call_id, chains[row.model_call_id]
         problem = _problem(row, chain)
         if problem:
             say(Rule.LEDGER_ROW, call_id, f"{problem}; {_RESTORE}")
-        if row.parent_call_id is not None:
+        if row.parent_call_id is not None and row.parent_call_id not in malformed:
             _check_parent(row, by_id.get(row.parent_call_id), failed_at, chain, chains, say)
         tokens = staged(staged_under(key, row))
         if tokens is not None:

@@ -99,6 +99,7 @@ def _check(key: RolloutKey, rows: Rows, elsewhere: _Elsewhere, found: Found) -> 
         key,
         rows[ledger_calls],
         rows[ledger_failures],
+        malformed[ledger_calls] | malformed[ledger_failures],
         lambda place: staged.get(place) or elsewhere.get(place),
         proven,
         found,
