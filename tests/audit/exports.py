@@ -103,7 +103,9 @@ def parquet_rows(out: Path) -> list[dict[str, Any]]:
 
 def json_lines(out: Path) -> list[dict[str, Any]]:
     """Return the lines of all files, in their order."""
-    return [json.loads(line) for path in sorted(out.glob("*.jsonl")) for line in path.open("rb")]
+    return [
+        json.loads(line) for path in sorted(out.glob("*.jsonl")) for line in path.read_bytes().splitlines()
+    ]
 
 
 def manifest(out: Path) -> dict[str, Any]:
