@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import BigInteger, Connection, Select, and_, case, exists, func, or_, select
 
+from tokencustody.sql.dialects import is_postgresql
 from tokencustody.sql.tables import (
     FenceState,
     entries,
@@ -114,6 +115,23 @@ def _statements() -> list[Select[Any]]:
     ]
 
 
+_BYTES = (entries.c.payload, staged_calls.c.payload, staged_calls.c.extras, staged_attachments.c.data)
+
+
+def _may_read_bytes(connection: Connection) -> bool:
+    """Return whether the user may read what token data is in, for only then its length can be asked for."""
+    if not is_postgresql(connection):
+        return True
+    may = [func.has_column_privilege(column.table.name, column.name, "SELECT") for column in _BYTES]
+    return bool(connection.scalar(select(and_(*may))))
+
+
+def _without_bytes(statement: Select[Any]) -> Select[Any]:
+    return statement.with_only_columns(
+        *(column for column in statement.selected_columns if column.name != "stored_bytes")
+    )
+
+
 async def summarize_runs(database: Database, run: str | None = None) -> list[RunSummary]:
     """Return every run that has a rollout or a staged call, or only `run`, in the order of their names.
 
@@ -124,9 +142,10 @@ async def summarize_runs(database: Database, run: str | None = None) -> list[Run
     ]
 
     def look(connection: Connection) -> list[RunSummary]:
+        may_read = _may_read_bytes(connection)
         figures: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         for statement in statements:
-            for row in connection.execute(statement).mappings():
+            for row in connection.execute(statement if may_read else _without_bytes(statement)).mappings():
                 of_run = figures[row["run"]]
                 for name, value in row.items():
                     match name:
@@ -136,7 +155,8 @@ async def summarize_runs(database: Database, run: str | None = None) -> list[Run
                             of_run[name] = max(of_run.get(name, value), value)
                         case _:
                             of_run[name] = value
-        return [RunSummary(**figures[name]) for name in sorted(figures)]
+        unknown: dict[str, Any] = {} if may_read else {"stored_bytes": None}
+        return [RunSummary(**figures[name] | unknown) for name in sorted(figures)]
 
     return await database.read(look)
 
@@ -145,10 +165,11 @@ def total(runs: list[RunSummary]) -> RunSummary:
     """Return the sum of all runs, which has no name, from the first opening to the last activity."""
     opened = [run.first_opened for run in runs if run.first_opened is not None]
     active = [run.last_activity for run in runs if run.last_activity is not None]
+    unknown: dict[str, Any] = {"stored_bytes": None} if any(run.stored_bytes is None for run in runs) else {}
     counted = [name for name, field in RunSummary.__dataclass_fields__.items() if field.default == 0]
     return RunSummary(
         run="",
-        **{name: sum(getattr(run, name) for run in runs) for name in counted},
+        **{name: sum(getattr(run, name) or 0 for run in runs) for name in counted} | unknown,
         first_opened=min(opened, default=None),
         last_activity=max(active, default=None),
     )
