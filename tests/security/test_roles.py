@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,8 @@ SHARED = [
 async def test_a_worker_and_a_trainer_keep_every_promise_together(
     users: Users, mode: Coalesce, only: list[str] | None
 ) -> None:
-    here, there = {"run": "here", "coalesce": mode}, {"run": "there", "coalesce": mode}
+    here: dict[str, Any] = {"run": "here", "coalesce": mode}
+    there = here | {"run": "there"}
     report = await check_conformance(
         partial(SqlTokenSink, users.worker, **here),
         partial(Source, users, **here),

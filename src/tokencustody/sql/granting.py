@@ -18,7 +18,7 @@ from tokencustody.sql.url import DatabaseUrl, parse_url
 Result = TypeVar("Result")
 
 # In seconds. While a grant waits for its locks, every writer waits behind it.
-_LONGEST_WAIT = 5
+_LONGEST_WAIT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,13 @@ def _changing(url: str, work: Callable[[Connection, str], Result]) -> Result:
         if getattr(cause, "sqlstate", None) not in ("55P03", "40P01"):
             raise
         raise RoleError(
-            f"the tables of {target.display} were in use by other transactions for {_LONGEST_WAIT} seconds; nothing "
+            f"the tables of {target.display} were in use by other transactions for {_LONGEST_WAIT:g} seconds; nothing "
             "was changed: try again, when no long query or backup runs"
         ) from exc
 
 
 def _execute(connection: Connection, place: Place, statements: Sequence[str]) -> None:
-    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LONGEST_WAIT}s'")
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {1000 * _LONGEST_WAIT:.0f}")
     # All of them, first, in the order in which writers come to them: a fence comes before what belongs to it.
     tables = ", ".join(place.qualified(table.name) for table in SECURED)
     connection.exec_driver_sql(f"LOCK TABLE {tables} IN ACCESS EXCLUSIVE MODE")
