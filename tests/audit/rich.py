@@ -25,10 +25,10 @@ ODD_CALL = "call \x1b[31m é\u2028 \U0001f600"
 
 
 async def fill_richly(url: str, run: str = "run-1") -> None:
-    """Add rollouts in every state, with shared and delta prompts, conflicts, refusals, ledgers, staged calls, an export.
+    """Add rollouts in every state, with shared and delta prompts, conflicts, refusals, ledgers, staged calls, exports.
 
-    `frozen`, `marked`, `empty` are frozen, `dropped` and `retired` are retired, `open` is open; `alone` has staged calls
-    and no fence.
+    `frozen`, `deltas`, `marked` and `empty` are frozen, `dropped` and `retired` are retired, `open` is open; `alone`
+    has staged calls and no fence.
     """
     async with open_store(url, run=run) as store:
         for name, deltas in {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tokencustody.audit.gym_import import Finding, ImportReport
 
+_ROWS_FOR_A_PERSON = 100
 _INTERRUPTED = "what was imported stays; run the command again to go on"
 
 
@@ -82,14 +83,23 @@ async def _import(
 def _findings(report: ImportReport) -> Table:
     from rich.table import Table
 
+    from tokencustody.audit.gym_import import FindingKind
+
     table = Table("file", "line", "call", "kind", "what", box=None, pad_edge=False)
-    for rollout in report.rollouts:
-        for finding in rollout.findings:
-            table.add_row(*_cells(finding, rollout.rollout_id))
-        if more := sum(rollout.counts.values()) - len(rollout.findings):
-            table.add_row(literal(rollout.rollout_id), "", "", "", f"and {more:,} more")
-    for finding in report.strangers:
-        table.add_row(*_cells(finding, ""))
+    found = [(finding, each.rollout_id) for each in report.rollouts for finding in each.findings]
+    found += [(finding, "") for finding in report.strangers]
+    found.sort(key=lambda each: each[0].kind is FindingKind.NOTE)
+    for finding, rollout_id in found[:_ROWS_FOR_A_PERSON]:
+        table.add_row(*_cells(finding, rollout_id))
+    all_found = sum(sum(each.counts.values()) for each in report.rollouts) + len(report.strangers)
+    if all_found > _ROWS_FOR_A_PERSON:
+        table.add_row(
+            "",
+            "",
+            "",
+            "",
+            f"and {all_found - _ROWS_FOR_A_PERSON:,} more; --json has the first of each rollout",
+        )
     return table
 
 

@@ -330,8 +330,8 @@ class Walk:
 
     def _walk_ledger(self, connection: Connection | None) -> None:
         path = self._files.ledger
-        known = {ledger_calls: dict(self._held.ledger), ledger_failures: dict(self._held.ledger_failures)}
-        of_files: set[str] = set()
+        held = {ledger_calls: self._held.ledger, ledger_failures: self._held.ledger_failures}
+        seen: dict[Any, dict[str, str]] = {ledger_calls: {}, ledger_failures: {}}
         for line in lines(path):
             if line.is_blank:
                 continue
@@ -343,24 +343,21 @@ class Walk:
             self._found.ledger_rows += 1
             call = row["model_call_id"]
             identity = row["payload_sha256" if table is ledger_calls else "reason"]
-            other = known[ledger_failures].get(call) if table is ledger_calls else None
-            held = known[table].get(call)
-            if held == identity:
-                continue
-            if held is None and other is None:
-                known[table][call] = identity
-                of_files.add(call)
+            if table is ledger_calls and call in seen[ledger_failures]:
+                self._lose(path, line, call, "the call failed before; that stays")
+            elif (first := seen[table].setdefault(call, identity)) != identity:
+                if table is ledger_calls:
+                    self._lose(path, line, call, "the ledger has other data of the call before; those stay")
+                else:
+                    self._find(_NOTE, path, line, call, f"the call failed before ({first}); that one stays")
+            elif call in held[table] or (table is ledger_calls and call in held[ledger_failures]):
+                if held[table].get(call) != identity:
+                    self._conflict(path, "the database's ledger holds the call with other data", line, call)
+            else:
+                held[table][call] = identity
                 self._changes += 1
                 if self._writes and connection is not None:
                     add_row_txn(connection, self._key, table, row, self._stamp)
-            elif call not in of_files:
-                self._conflict(path, "the database's ledger holds the call with other data", line, call)
-            elif table is ledger_failures:
-                self._find(
-                    _NOTE, path, line, call, "the call failed before for another reason; that one stays"
-                )
-            else:
-                self._lose(path, line, call, "the ledger has other data of the call before; those stay")
 
     def _add_verdict(
         self, connection: Connection | None, state: State | None, *, same_snapshot: bool
