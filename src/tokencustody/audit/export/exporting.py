@@ -17,7 +17,7 @@ from uuid import uuid4
 from sqlalchemy import Connection, select
 
 from tokencustody.audit.export.calls import CallsPart
-from tokencustody.audit.export.folder import ExportFolder
+from tokencustody.audit.export.folder import ExportFolder, saying
 from tokencustody.audit.export.gym import GymPart
 from tokencustody.audit.export.handover import ExportMarks, HandOver
 from tokencustody.audit.export.options import ExportOptions, Format
@@ -242,7 +242,8 @@ class _Export:
         self._left_out += left_out
 
     def _decode_and_add(self, rows: RolloutRows) -> tuple[Exported | None, list[LeftOut]]:
-        return self._writer.add(rows.unpack())
+        with saying(self._folder.path):
+            return self._writer.add(rows.unpack())
 
     def _why_not(self, rows: RolloutRows | None) -> Why | None:
         if rows is None:
@@ -265,7 +266,8 @@ class _Export:
     async def _finish_part(self, last: RolloutKey) -> None:
         files: tuple[WrittenFile, ...] = ()
         if self._rollouts:
-            self._writer.finish()
+            with saying(self._folder.path):
+                self._writer.finish()
             await reach("an export wrote a part under temporary names")
             files = self._folder.publish()
             await reach("an export renamed a part, and did not note it")

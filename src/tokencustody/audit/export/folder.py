@@ -42,11 +42,11 @@ class ExportFolder:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Hold the folder. Raises ExportError when another process does, or when it cannot be made or written."""
-        with _saying(self.path):
+        with saying(self.path):
             _make(self.path)
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with _saying(self.path):
+            with saying(self.path):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         finally:
@@ -54,7 +54,7 @@ class ExportFolder:
 
     def manifest(self) -> tuple[dict[str, Any], str] | None:
         """Return the manifest and the SHA-256 of its bytes, if the export is finished."""
-        with _saying(self.path / MANIFEST):
+        with saying(self.path / MANIFEST):
             try:
                 data = (self.path / MANIFEST).read_bytes()
             except FileNotFoundError:
@@ -67,7 +67,7 @@ class ExportFolder:
         Raises ExportError for a folder that holds anything else.
         """
         progress = self.path / PROGRESS
-        with _saying(progress):
+        with saying(progress):
             if not progress.exists():
                 if any(path.suffix != _TEMPORARY for path in self.path.iterdir()):
                     raise ExportError(
@@ -90,7 +90,7 @@ class ExportFolder:
     def remove_unfinished(self, parts: Iterable[Part]) -> None:
         """Remove files of parts that were not finished."""
         finished = {file.name for part in parts for file in part.files}
-        with _saying(self.path):
+        with saying(self.path):
             for path in list(self.path.iterdir()):
                 if path.name not in finished and _OURS.fullmatch(path.name):
                     path.unlink()
@@ -98,7 +98,7 @@ class ExportFolder:
     @contextmanager
     def writing(self, name: str, *, rows: int) -> Iterator[BinaryIO]:
         """Write a file of the part at hand under a temporary name; it is synced at the end."""
-        with _saying(self.path / name):
+        with saying(self.path / name):
             stream = self.open_temporary()
             try:
                 yield stream
@@ -108,12 +108,12 @@ class ExportFolder:
 
     def open_temporary(self) -> BinaryIO:
         """Return a new file under a temporary name."""
-        with _saying(self.path):
+        with saying(self.path):
             return (self.path / f".{len(self._written):05}{_TEMPORARY}").open("wb")
 
     def close_temporary(self, stream: BinaryIO, name: str, *, rows: int) -> None:
         """Sync a file that `open_temporary` gave, which will have this name."""
-        with _saying(self.path / name):
+        with saying(self.path / name):
             stream.flush()
             os.fsync(stream.fileno())
             stream.close()
@@ -129,7 +129,7 @@ class ExportFolder:
         """Give the files of the part their names, durably, and return them."""
         files = []
         for temporary, name, rows in self._written:
-            with _saying(self.path / name):
+            with saying(self.path / name):
                 size, sha256 = _measured(temporary)
                 temporary.replace(self.path / name)
             files.append(WrittenFile(name, rows, size, sha256))
@@ -152,7 +152,7 @@ class ExportFolder:
 
     def remove_progress(self) -> None:
         """Remove the progress file of a finished export, if it is still there."""
-        with _saying(self.path / PROGRESS):
+        with saying(self.path / PROGRESS):
             (self.path / PROGRESS).unlink(missing_ok=True)
         self._sync()
 
@@ -160,7 +160,7 @@ class ExportFolder:
         """Raise ExportError that names the first file whose bytes are not those that the manifest lists."""
         for file in files:
             path = self.path / file.name
-            with _saying(path):
+            with saying(path):
                 found = _measured(path)
             if found != (file.bytes, file.sha256):
                 raise ExportError(
@@ -169,7 +169,7 @@ class ExportFolder:
                 )
 
     def _note(self, document: dict[str, Any]) -> None:
-        with _saying(self.path / PROGRESS), (self.path / PROGRESS).open("ab") as stream:
+        with saying(self.path / PROGRESS), (self.path / PROGRESS).open("ab") as stream:
             stream.write(json.dumps(document).encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
@@ -210,7 +210,7 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _saying(path: Path) -> Iterator[None]:
+def saying(path: Path) -> Iterator[None]:
     """Say of which file the operating system complains."""
     try:
         yield

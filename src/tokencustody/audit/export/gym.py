@@ -133,8 +133,9 @@ def _name_problem(rollout: FrozenRollout) -> tuple[str, str] | None:
     if len(rollout.key.rollout_id) > _LONGEST_ROLLOUT_ID:
         return "", f"file names for a rollout id of more than {_LONGEST_ROLLOUT_ID} characters"
     for call in (*rollout.intents, *rollout.failed):
-        # Gym strips each line, and splits at whatever Python takes for the end of one.
-        if call != call.strip() or len(call.splitlines()) > 1:
+        # As Gym reads its lines, which are bytes to it.
+        line = call.encode()
+        if line != line.strip() or len(line.splitlines()) > 1:
             return call, "a call id that ends in white space, or has a line break in it, in a file of lines"
     return None
 
