@@ -173,7 +173,7 @@ def test_a_person_sees_the_totals_one_rollout_and_queries_that_run(tmp_path: Pat
         rows = [connection.execute(s[s.index("--") :]).fetchall() for s in statements]
     finally:
         connection.close()
-    assert [row[:2] for row in rows[0]] == [("rollout-000", "rollout-000-call-1")]
+    assert ("rollout-000", "dangling_intent", "rollout-000-call-1") in [row[:3] for row in rows[0]]
     assert [row[0] for row in rows[1]] == ["unresolved"]
     assert [row[2] for row in rows[2]] == ["refusal"]
 

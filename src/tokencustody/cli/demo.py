@@ -35,17 +35,15 @@ MAX_NEW_TOKENS = 40
 DEFAULT_URL = "sqlite:///tokencustody-demo.db"
 
 _QUESTIONS = """
-  -- Which calls were announced and never stored?
-  SELECT i.rollout_id, i.model_call_id, i.begun_at FROM intents i
-  LEFT JOIN entries e USING (run, rollout_id, model_call_id)
-  WHERE run = '{run}' AND e.payload_sha256 IS NULL AND i.refusal_code IS NULL;
+  -- What is incomplete, and why?
+  SELECT rollout_id, reason, model_call_id, detail, since FROM audit_incomplete WHERE run = '{run}';
 
   -- How were parents decided?
   SELECT parent_resolution, parent_resolution_reason, count(*) AS calls, sum(generation_len) AS generated
-  FROM entries WHERE run = '{run}' GROUP BY 1, 2 ORDER BY 3 DESC;
+  FROM audit_calls WHERE run = '{run}' GROUP BY 1, 2 ORDER BY 3 DESC;
 
   -- What else than its freeze changed a rollout?
-  SELECT rollout_id, version, event, model_call_id, recorded_at FROM snapshot_versions
+  SELECT rollout_id, version, event, model_call_id, recorded_at FROM audit_versions
   WHERE run = '{run}' AND event NOT IN ('open', 'freeze') ORDER BY recorded_at;
 """
 
@@ -240,6 +238,8 @@ The run {run} stays in {parsed.display}
 
   tokencustody rollouts {where}
   tokencustody show {report.shown_rollout} {where}
+  tokencustody verify {where}
+  tokencustody export {run} {where}
 
-Three questions to ask it, for example with {"sqlite3" if parsed.is_sqlite else "psql"}:
+Three questions for `tokencustody sql`, or {"sqlite3" if parsed.is_sqlite else "psql"}:
 {_QUESTIONS.format(run=run)}"""
