@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -22,11 +23,16 @@ from tests.support.ledger import make_commit
 from tests.support.postgres import Server
 from tests.support.staged import stage
 from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenEntry, open_store
+from tokencustody.audit.retention import Retention
+from tokencustody.audit.selection import RolloutFilter, pages
 from tokencustody.errors import PayloadConflictError
 from tokencustody.sql.coalescing import Coalesce
+from tokencustody.sql.tables import FenceState
+from tokencustody.store.fence import RolloutKey
 
 ENTRIES = int(os.environ.get("TOKENCUSTODY_PLAN_ENTRIES", "20000"))
 RUN = "filled"
+LISTING = "a listing, which reads more than single rollouts"
 _STATEMENTS: dict[tuple[str, str], list[plans.Statement]] = {}
 
 NEXT = continuation(REQUEST, "Paris.", "And of Spain?")
@@ -59,7 +65,10 @@ REACHED = {
     "freeze": {"fences", "entries", "intents"},
     "drop": {"fences", "entries", "intents", "failures", "ledger_calls", "ledger_failures"},
     "retire": {"fences", "entries", "intents", "failures", "ledger_calls", "ledger_failures"},
-    "delete": {"fences", "snapshot_versions", "entries", "intents", "failures", "ledger_calls"},
+    "delete": {"fences", "snapshot_versions", "exports", "entries", "intents", "failures", "ledger_calls"},
+    "retire what matches": {"fences", "entries", "intents", "failures", "ledger_calls", "ledger_failures"},
+    "delete what matches": {"fences", "snapshot_versions", "exports", "entries", "intents", "failures"},
+    "collect what was staged": {"fences", "ledger_calls", "staged_calls", "staged_attachments"},
 }
 
 
@@ -143,6 +152,36 @@ async def use(store: CaptureStore, recorder: plans.Recorder, rollout: str) -> No
         await store.source.retire(others)
     async with call("delete"):
         await store.source.delete([rollout])
+
+
+async def use_retention(store: CaptureStore, url: str, recorder: plans.Recorder, rollout: str) -> None:
+    """Make what retention does with each rollout that it has listed."""
+
+    async def listed(each: str) -> tuple[RolloutFilter, Any]:
+        recorder.call = LISTING
+        await store.sink.put(make_entry(each))
+        await store.source.freeze(each)
+        wanted = RolloutFilter(
+            run=RUN, state=FenceState.FROZEN, prefix=rollout, before=datetime.now(UTC), exported=False
+        )
+        async for page in pages(retention._database, wanted):
+            return wanted, page[0]
+        raise AssertionError("nothing matches")
+
+    async with Retention(url) as retention:
+        for name, remove in (
+            ("retire what matches", retention._retire),
+            ("delete what matches", retention._delete),
+        ):
+            wanted, row = await listed(f"{rollout}-{name.partition(' ')[0]}")
+            recorder.call = name
+            assert (await remove(wanted, row)).removed
+        recorder.call = LISTING
+        staged = stage("call-1", rollout=f"{rollout}-staged").snapshot
+        assert (await asyncio.to_thread(store.staging.stage, staged, attachments={"raw": b"\0"})).ok
+        recorder.call = "collect what was staged"
+        key = RolloutKey(RUN, f"{rollout}-staged")
+        assert (await retention._collect(key, datetime.now(UTC), set())).removed
 
 
 async def use_ledger(store: CaptureStore, call: Any, rollout: str) -> None:
@@ -242,7 +281,8 @@ async def statements_of(url: str, coalesce: str) -> list[plans.Statement]:
         with plans.recorded() as recorder:
             async with open_store(url, run=RUN, writer="planner", coalesce=coalesce) as store:
                 await use(store, recorder, f"rollout-{coalesce}")
-        _STATEMENTS[url, coalesce] = list(recorder.statements.values())
+                await use_retention(store, url, recorder, f"retained-{coalesce}")
+        _STATEMENTS[url, coalesce] = [each for each in recorder.statements.values() if each.call != LISTING]
     return _STATEMENTS[url, coalesce]
 
 

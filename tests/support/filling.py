@@ -60,6 +60,12 @@ _ROWS = (
         _FIRST_OF_ROLLOUT,
     ),
     (
+        "exports",
+        "run, rollout_id, export_id, snapshot_id, version, destination, manifest_sha256, exported_at, written_by",
+        f"{_ROLLOUT}, 'export-' || n, 'snapshot-' || n, 1, 'out', {_HASH}, {_MOMENT}, 'filler'",
+        _FIRST_OF_ROLLOUT,
+    ),
+    (
         "ledger_calls",
         f"{_KEY}, position, staging_key, response_id, mode, prev_len, delta_len, cum_len, weight_version, digest,"
         " extras_digest, chain_hash, cumulative_hash, continuation_fingerprint, fingerprint_version,"
@@ -104,8 +110,8 @@ def fill(
 ) -> None:
     """Add the calls number `start` up to `start + entries`, ten a rollout, to a database, in one transaction.
 
-    Every call has an entry and an intent; every rollout its fence, first version, a conflict and a ledger failure; one
-    rollout in ten a ledger and staged calls with attachments. `tables` takes some of these alone.
+    Every call has an entry and an intent; every rollout its fence, first version, a conflict, an export mark and a
+    ledger failure; one rollout in ten a ledger and staged calls with attachments. `tables` takes some of these alone.
     """
     migrate.upgrade(url)
     if url.startswith("postgresql"):
