@@ -272,24 +272,29 @@ async def test_two_exports_do_not_fill_the_same_folder_at_once(sqlite_url: str, 
         FAULT_POINTS.clear()
 
 
-async def test_a_full_disk_is_named_and_leaves_what_can_be_resumed(sqlite_url: str, tmp_path: Path) -> None:
-    await put_linear(sqlite_url, 2, turns=40)
+@pytest.mark.parametrize("form", ["parquet", "gym", "calls"])
+async def test_a_full_disk_is_named_and_leaves_what_can_be_resumed(
+    postgres_url: str, tmp_path: Path, form: str
+) -> None:
+    await put_linear(postgres_url, 3)
     out = tmp_path / "out"
     code = (
         "import asyncio, resource, signal, sys\n"
         "from tokencustody.audit import ExportError, ExportOptions, export\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "async def main():\n"
-        "    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
-        "    await export(sys.argv[1], sys.argv[2], ExportOptions(format='calls'), mark=False)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))\n"
         "try:\n"
-        "    asyncio.run(main())\n"
+        "    asyncio.run(export(sys.argv[1], sys.argv[2], ExportOptions(format=sys.argv[3]), mark=False))\n"
         "except ExportError as exc:\n"
         "    print(exc)\n"
     )
     ended = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", code, sqlite_url, str(out)], capture_output=True, text=True
+        subprocess.run,
+        [sys.executable, "-c", code, postgres_url, str(out), form],
+        capture_output=True,
+        text=True,
     )
     assert re.search("out.*: File too large", ended.stdout), ended
-    assert not list(out.glob("part-*"))
-    assert (await export(sqlite_url, out, ExportOptions(format="calls"))).rollouts == 2
+    assert not ended.stderr
+    assert [path.name for path in out.iterdir()] == ["progress.jsonl"]
+    assert (await export(postgres_url, out, ExportOptions(format=form))).rollouts == 3  # type: ignore[arg-type]

@@ -122,7 +122,9 @@ class ExportFolder:
     def discard(self, stream: BinaryIO) -> None:
         """Remove a file that `open_temporary` gave and that is not closed, if it is there."""
         if not stream.closed:
-            stream.close()
+            # A full disk also refuses what is still in the buffer.
+            with contextlib.suppress(OSError):
+                stream.close()
             Path(stream.name).unlink(missing_ok=True)
 
     def publish(self) -> tuple[WrittenFile, ...]:

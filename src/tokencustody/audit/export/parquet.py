@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from functools import cache
 from importlib import import_module
@@ -164,7 +165,9 @@ class ParquetPart:
 
     def abandon(self) -> None:
         """Let go of the file, which stays unfinished."""
-        self._writer.close()
+        # It writes the end of a file that nobody will read, for which there may be no room.
+        with contextlib.suppress(OSError):
+            self._writer.close()
         self._folder.discard(self._stream)
 
     def _add_row(self, rollout: FrozenRollout, index: int, chain: Chain) -> None:

@@ -1,0 +1,274 @@
+"""Marks and retirement after an export."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+
+from tests.audit.exports import RUN, branching, manifest, put_linear, put_rollout, run_sql
+from tests.support.entries import make_entry
+from tokencustody import open_store
+from tokencustody.audit import ExportError, ExportOptions, export
+from tokencustody.audit.export import WhyKept
+from tokencustody.sql import tables
+from tokencustody.sql.faults import FAULT_POINTS
+from tokencustody.sql.url import parse_url
+from tokencustody.store.fence import RolloutKey, Stamp
+from tokencustody.store.spill import Mark, Spill
+
+FENCES = select(tables.fences.c.rollout_id, tables.fences.c.state, tables.fences.c.version).order_by(
+    tables.fences.c.rollout_id
+)
+MARKS = select(tables.exports).order_by(tables.exports.c.rollout_id)
+CALLS = select(func.count()).select_from(tables.entries)
+
+
+async def states(url: str) -> dict[str, str]:
+    (rows,) = await run_sql(url, FENCES)
+    return {row.rollout_id: row.state for row in rows}
+
+
+async def marks(url: str) -> list[Any]:
+    (rows,) = await run_sql(url, MARKS)
+    return rows
+
+
+async def calls(url: str) -> int:
+    ((row,),) = await run_sql(url, CALLS)
+    return int(row[0])
+
+
+async def test_each_exported_rollout_is_marked_with_where_it_went(store_url: str, tmp_path: Path) -> None:
+    await put_linear(store_url, 2)
+    await put_rollout(store_url, [make_entry("open")], freeze=False)
+    report = await export(store_url, tmp_path / "out")
+    found = await marks(store_url)
+    assert [row.rollout_id for row in found] == ["rollout-000", "rollout-001"]
+    held = manifest(tmp_path / "out")["parts"][0]["rollouts"]
+    for row, rollout in zip(found, held, strict=True):
+        assert (row.run, row.export_id, row.destination) == (RUN, report.export_id, str(tmp_path / "out"))
+        assert (row.snapshot_id, row.version) == (rollout["snapshot_id"], rollout["version"])
+        assert row.manifest_sha256 == report.manifest_sha256
+        assert row.written_by
+    assert await states(store_url) == {"open": "open", "rollout-000": "frozen", "rollout-001": "frozen"}
+    assert report.retired == 0
+
+
+def bytes_of(url: str) -> bytes | None:
+    """Return the bytes of a SQLite file."""
+    return Path(url.removeprefix("sqlite:///")).read_bytes() if url.startswith("sqlite") else None
+
+
+async def test_without_marks_an_export_only_reads(store_url: str, tmp_path: Path) -> None:
+    await put_linear(store_url, 2)
+    before = bytes_of(store_url)
+    may_not_write = "" if before else "?options=-c%20default_transaction_read_only%3Don"
+    report = await export(store_url + may_not_write, tmp_path / "out", mark=False)
+    assert (report.rollouts, report.marked) == (2, 0)
+    assert bytes_of(store_url) == before
+    assert await marks(store_url) == []
+
+
+async def test_only_what_no_export_has_marked_can_be_asked_for(store_url: str, tmp_path: Path) -> None:
+    await put_linear(store_url, 2)
+    new = ExportOptions(unexported=True)
+    assert (await export(store_url, tmp_path / "first", new)).rollouts == 2
+    await put_rollout(store_url, [make_entry("later")])
+    second = await export(store_url, tmp_path / "second", new)
+    assert [each["rollout_id"] for each in manifest(tmp_path / "second")["parts"][0]["rollouts"]] == ["later"]
+    assert second.marked == 1
+
+
+async def test_retire_drops_exactly_what_the_files_hold_and_keeps_the_rest(
+    store_url: str, tmp_path: Path
+) -> None:
+    await put_linear(store_url, 2)
+    await put_rollout(store_url, [make_entry("open")], freeze=False)
+    await put_rollout(store_url, [make_entry("masked")])
+    async with open_store(store_url, run=RUN) as store:
+        await store.sink.mark_incomplete("masked")
+    report = await export(store_url, tmp_path / "out", retire=True)
+    assert (report.marked, report.retired, report.ok) == (2, 2, True)
+    assert await states(store_url) == {
+        "masked": "frozen",
+        "open": "open",
+        "rollout-000": "retired",
+        "rollout-001": "retired",
+    }
+    assert await calls(store_url) == 2
+    (events,) = await run_sql(
+        store_url,
+        select(tables.snapshot_versions.c.event, tables.snapshot_versions.c.snapshot_id)
+        .where(tables.snapshot_versions.c.rollout_id == "rollout-000")
+        .order_by(tables.snapshot_versions.c.version),
+    )
+    assert [row.event for row in events] == ["open", "freeze", "drop"]
+    assert [row.rollout_id for row in await marks(store_url)] == ["rollout-000", "rollout-001"]
+    # A trainer that consumed the same snapshot is told the same as if it had dropped it.
+    async with open_store(store_url, run=RUN) as store:
+        assert await store.source.drop("rollout-000", events[1].snapshot_id, 1)
+
+
+async def test_a_finished_export_can_be_retired_later(store_url: str, tmp_path: Path) -> None:
+    await put_linear(store_url, 2)
+    await export(store_url, tmp_path / "out")
+    assert set((await states(store_url)).values()) == {"frozen"}
+    report = await export(store_url, tmp_path / "out", retire=True)
+    assert (report.already_finished, report.retired) == (True, 2)
+    assert set((await states(store_url)).values()) == {"retired"}
+    again = await export(store_url, tmp_path / "out", retire=True)
+    assert (again.retired, again.ok) == (2, True)
+
+
+async def test_a_rollout_that_changed_since_stays_and_is_reported(store_url: str, tmp_path: Path) -> None:
+    for name in ("anew", "deleted", "marked", "same"):
+        await put_rollout(store_url, [make_entry(name)])
+    await export(store_url, tmp_path / "out", mark=False)
+    async with open_store(store_url, run=RUN) as store:
+        await store.sink.mark_incomplete("marked", "lost")
+        await store.source.delete(["anew", "deleted"])
+        await store.sink.put(make_entry("anew"))
+        await store.source.freeze("anew")
+    report = await export(store_url, tmp_path / "out", retire=True)
+    assert {kept.rollout_id: kept.why for kept in report.kept} == {
+        "anew": WhyKept.MADE_ANEW,
+        "deleted": WhyKept.DELETED,
+        "marked": WhyKept.CHANGED,
+    }
+    assert (report.ok, report.retired, report.marked) == (False, 1, 2)
+    assert await states(store_url) == {"anew": "frozen", "marked": "frozen", "same": "retired"}
+    assert [row.rollout_id for row in await marks(store_url)] == ["marked", "same"]
+    assert await calls(store_url) == 2
+
+
+async def test_a_rollout_that_was_retired_in_another_way_since_is_reported(
+    store_url: str, tmp_path: Path
+) -> None:
+    for name in ("dropped", "changed"):
+        await put_rollout(store_url, [make_entry(name)])
+    await export(store_url, tmp_path / "out")
+    async with open_store(store_url, run=RUN) as store:
+        snapshot = await store.source.freeze("dropped")
+        await store.source.drop("dropped", snapshot.snapshot_id, snapshot.version)
+        await store.sink.mark_incomplete("changed")
+        await store.source.retire(["changed"])
+    report = await export(store_url, tmp_path / "out", retire=True)
+    assert [(kept.rollout_id, kept.why) for kept in report.kept] == [("changed", WhyKept.CHANGED)]
+
+
+async def test_a_rollout_of_which_a_call_was_left_out_is_not_retired(store_url: str, tmp_path: Path) -> None:
+    lost = make_entry(model_call_id="stray", prompt=[7], parent="nobody")
+    await put_rollout(store_url, [*branching(), lost])
+    report = await export(store_url, tmp_path / "out", retire=True)
+    assert [(kept.rollout_id, kept.why) for kept in report.kept] == [("rollout-1", WhyKept.PARTLY_EXPORTED)]
+    assert await calls(store_url) == 5
+    assert (await states(store_url)) == {"rollout-1": "frozen"}
+    assert not report.ok
+    # In a format that holds all of it, it is.
+    whole = await export(store_url, tmp_path / "calls", ExportOptions(format="calls"), retire=True)  # type: ignore[arg-type]
+    assert (whole.retired, whole.ok) == (1, True)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "manifest"])
+async def test_nothing_is_marked_or_retired_when_a_file_is_not_what_the_manifest_lists(
+    store_url: str, tmp_path: Path, damage: str
+) -> None:
+    await put_linear(store_url, 2)
+    await export(store_url, tmp_path / "out", mark=False)
+    path = tmp_path / "out" / ("manifest.json" if damage == "manifest" else "part-00000.parquet")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    match damage:
+        case "flipped":
+            path.write_bytes(data)
+        case "shorter":
+            path.write_bytes(data[:-1])
+        case "gone":
+            path.unlink()
+        case "manifest":
+            path.write_bytes(b"{" + data)
+    with pytest.raises(ExportError, match=path.name):
+        await export(store_url, tmp_path / "out", retire=True)
+    assert await marks(store_url) == []
+    assert set((await states(store_url)).values()) == {"frozen"}
+
+
+async def test_mark_and_retirement_are_one_transaction(store_url: str, tmp_path: Path) -> None:
+    await put_linear(store_url, 1)
+    await export(store_url, tmp_path / "out", mark=False)
+
+    async def fail() -> None:
+        raise RuntimeError("just before the commit")
+
+    FAULT_POINTS["before commit"] = fail
+    try:
+        with pytest.raises(RuntimeError, match="just before"):
+            await export(store_url, tmp_path / "out", retire=True)
+    finally:
+        FAULT_POINTS.clear()
+    assert await marks(store_url) == []
+    assert await states(store_url) == {"rollout-000": "frozen"}
+    assert await calls(store_url) == 3
+
+    # And a commit whose answer is lost is settled by looking.
+    tries = 0
+
+    async def lose() -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise ConnectionResetError("the answer was lost")
+
+    FAULT_POINTS["after commit, before acknowledgement"] = lose
+    try:
+        report = await export(store_url, tmp_path / "out", retire=True)
+    finally:
+        FAULT_POINTS.clear()
+    assert tries > 1
+    assert (report.retired, report.kept) == (1, [])
+    (versions,) = await run_sql(store_url, select(tables.snapshot_versions.c.event))
+    assert [row.event for row in versions].count("drop") == 1
+
+
+async def test_a_mark_that_waits_on_this_host_comes_before_the_retirement(
+    store_url: str, tmp_path: Path, spill_folder: Path
+) -> None:
+    await put_linear(store_url, 2)
+    await export(store_url, tmp_path / "out", mark=False)
+    stamp = Stamp.make(datetime.now(UTC), "test-writer")
+    waiting = Spill(spill_folder, parse_url(store_url))
+    waiting.keep(Mark(RolloutKey(RUN, "rollout-000"), "lost", stamp))
+    report = await export(store_url, tmp_path / "out", retire=True)
+    assert [(kept.rollout_id, kept.why) for kept in report.kept] == [("rollout-000", WhyKept.CHANGED)]
+    assert await states(store_url) == {"rollout-000": "frozen", "rollout-001": "retired"}
+    assert waiting.is_empty()
+
+
+async def test_retirement_without_the_mark_is_refused(sqlite_url: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mark"):
+        await export(sqlite_url, tmp_path / "out", mark=False, retire=True)
+
+
+async def test_writers_go_on_while_an_export_reads(store_url: str, tmp_path: Path) -> None:
+    await put_linear(store_url, 6)
+    written = 0
+    stop = asyncio.Event()
+
+    async def write() -> None:
+        nonlocal written
+        async with open_store(store_url, run=RUN, deadline=2.0) as store:
+            while not stop.is_set() or not written:
+                await store.sink.put(make_entry("writing", f"call-{written}"))
+                written += 1
+
+    writing = asyncio.create_task(write())
+    report = await export(store_url, tmp_path / "out", ExportOptions(rows_per_file=1), mark=False)
+    stop.set()
+    await writing
+    assert report.rollouts == 6
+    assert written
