@@ -17,18 +17,25 @@ from tests.support.postgres import Server, fetch
 from tests.support.staged import stage
 from tokencustody import open_store
 from tokencustody.sql.granting import grant
-from tokencustody.sql.roles import OPENING, SECURED, TOKEN_DATA, Role
+from tokencustody.sql.roles import OPENING, SECURED, Role
 
 TOKENS = [918273, 645546, 736251]
 LOG_PROBS = [-0.123456789, -1.987654321, -2.5]
 DENIED = "42501"
+TOKEN_DATA = {
+    ("entries", "payload"),
+    ("staged_calls", "payload"),
+    ("staged_calls", "extras"),
+    ("staged_attachments", "data"),
+}
 
 
 @dataclass(frozen=True)
 class Places:
     """A database with the same rollouts in two runs, and the users who hold roles in it.
 
-    The worker and the trainer are of the run `here`; the chief is a trainer of all runs.
+    The worker and the trainer are of the run `here`; the chief is a trainer of all runs. The new ones are of a run
+    that holds nothing yet.
     """
 
     database: Secured
@@ -36,6 +43,8 @@ class Places:
     trainer: str
     chief: str
     auditor: str
+    new_worker: str
+    new_trainer: str
 
     def url_of(self, user: str) -> str:
         return self.database.url_as(getattr(self, user))
@@ -57,7 +66,7 @@ class Places:
 
 
 async def fill(url: str, run: str) -> None:
-    """Make a rollout in each state, named by it; all but `retired` hold a call, intents, ledger and staged rows."""
+    """Make a rollout in each state, named by it, with a call, intents, ledger and staged rows; `clean` is complete."""
     async with open_store(url, run=run) as store:
         for rollout in ("open", "frozen", "retired", "marked"):
             await store.sink.put(make_entry(rollout, "call-1", generation=TOKENS, log_probs=LOG_PROBS))
@@ -69,6 +78,8 @@ async def fill(url: str, run: str) -> None:
             await asyncio.to_thread(
                 store.staging.stage, staged, attachments={"a": str(TOKENS), "b": bytes([1, 2])}
             )
+        await store.sink.put(make_entry("clean", "call-1"))
+        await store.source.freeze("clean")
         await store.sink.mark_incomplete("marked", "call-5")
         await store.source.freeze("frozen")
         await store.source.retire(["retired"])
@@ -81,14 +92,17 @@ async def fill(url: str, run: str) -> None:
 
 @pytest.fixture(scope="module")
 def places(postgres: Server) -> Iterator[Places]:
-    with secured_database(postgres, "worker", "trainer", "chief", "auditor") as (database, users):
-        worker, trainer, chief, auditor = users
+    names = ("worker", "trainer", "chief", "auditor", "new_worker", "new_trainer")
+    with secured_database(postgres, *names) as (database, users):
+        worker, trainer, chief, auditor, new_worker, new_trainer = users
         for run in ("here", "other"):
             asyncio.run(fill(database.url, run))
         grant(database.url, Role.WORKER, worker, ["here"])
         grant(database.url, Role.TRAINER, trainer, ["here"])
         grant(database.url, Role.TRAINER, chief)
         grant(database.url, Role.AUDITOR, auditor)
+        grant(database.url, Role.WORKER, new_worker, ["empty"])
+        grant(database.url, Role.TRAINER, new_trainer, ["empty"])
         fetch(database.url, "ANALYZE")
         yield Places(database, *users)
 
@@ -255,6 +269,7 @@ WORKER = [
     "UPDATE fences SET frozen_at = NULL",
     "UPDATE fences SET retired_at = NULL",
     ADVANCE.format(by=1, changes="incomplete = incomplete", rollout="retired"),
+    ADVANCE.format(by=1, changes="incomplete = incomplete", rollout="clean"),
     *(VERSION.format(rollout="frozen", version=3, event=event) for event in ("freeze", "drop", "retire")),
     *(copied("entries", f"rollout_id = '{rollout}'", model_call_id="'late'") for rollout in ("frozen",)),
     copied("entries", "rollout_id = 'open'", model_call_id="'late'", rollout_id="'retired'"),
@@ -346,6 +361,65 @@ def test_each_statement_does_something_for_somebody_who_may(places: Places) -> N
     statements = dict.fromkeys(statement for of_role in ALL.values() for statement in of_role)
     tried = {each: attempt(url, each.replace("{owner}", places.database.owner)) for each in statements}
     assert [each for each, outcome in tried.items() if is_refused(outcome)] == []
+
+
+CAPTURED = {"entries", "intents", "failures", "ledger_calls", "ledger_failures"}
+STAGED = {"staged_calls", "staged_attachments"}
+# What each may insert and delete, by table, and which columns it may update.
+INSERTED = {
+    "worker": {"fences", "snapshot_versions", *CAPTURED, *STAGED},
+    "trainer": {"fences", "snapshot_versions", "failures", "exports"},
+    "auditor": set(),
+}
+DELETED = {"worker": set(), "trainer": {*CAPTURED, *STAGED}, "auditor": set()}
+UPDATED = {
+    "worker": {
+        "fences.version",
+        "fences.incomplete",
+        "intents.refusal_code",
+        "intents.refused_at",
+        "staged_calls.staged_at",
+    },
+    "trainer": {
+        "fences.state",
+        "fences.version",
+        "fences.snapshot_id",
+        "fences.incomplete",
+        "fences.frozen_at",
+        "fences.retired_at",
+        "staged_calls.staged_at",
+    },
+    "auditor": set(),
+}
+
+
+@pytest.mark.parametrize("user", ALL)
+def test_a_role_may_insert_update_and_delete_no_more_than_is_written_here(places: Places, user: str) -> None:
+    def may(privilege: str) -> set[str]:
+        tables = "SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'v')"
+        found = fetch(places.url_of(user), f"{tables} AND has_table_privilege(oid, '{privilege}')")
+        return {row[0] for row in found}
+
+    assert (may("INSERT"), may("DELETE")) == (INSERTED[user], DELETED[user])
+    assert may("UPDATE") | may("TRUNCATE") | may("REFERENCES") | may("TRIGGER") == set()
+    updatable = fetch(
+        places.url_of(user),
+        "SELECT c.relname || '.' || a.attname FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid"
+        " WHERE c.relnamespace = 'public'::regnamespace AND c.relkind IN ('r', 'v') AND attnum > 0"
+        " AND (has_column_privilege(c.oid, attnum, 'UPDATE') OR has_column_privilege(c.oid, attnum, 'REFERENCES'))",
+    )
+    assert {row[0] for row in updatable} == UPDATED[user]
+
+
+def test_a_statement_without_a_condition_meets_no_row_of_another_run(places: Places) -> None:
+    # Without one, and without reading a column, only the policies of its own command stand before the rows.
+    for table in DELETED["trainer"]:
+        assert attempt(places.url_of("new_trainer"), f"DELETE FROM {table}") == "DELETE 0"
+    for user in ("new_worker", "new_trainer"):
+        assert attempt(places.url_of(user), "UPDATE fences SET version = 1, incomplete = true") == "UPDATE 0"
+        assert attempt(places.url_of(user), "UPDATE staged_calls SET staged_at = now()") == "UPDATE 0"
+    refusal = "UPDATE intents SET refusal_code = 'x', refused_at = now()"
+    assert attempt(places.url_of("new_worker"), refusal) == "UPDATE 0"
 
 
 @pytest.mark.parametrize("user", ["worker", "trainer"])

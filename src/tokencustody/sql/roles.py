@@ -110,7 +110,6 @@ _OPENED = (
 _ADVANCED = (
     f"version = 1 + {_last()} AND {_last(VersionEvent.DROP, VersionEvent.RETIRE)} IS NULL"
     f" AND (incomplete OR {_last(VersionEvent.MARK, VersionEvent.CONFLICT)} IS NULL)"
-    f" AND (state <> '{FenceState.OPEN}' OR {_last(VersionEvent.FREEZE)} IS NULL)"
 )
 # What the fence is once the event has happened to it.
 _AFTER = {
@@ -129,10 +128,7 @@ def _happened(*events: VersionEvent) -> str:
     return f"CASE WHEN event = '{VersionEvent.OPEN}' THEN version = 0 ELSE version >= 1 AND version = {fence} END"
 
 
-def _failed(*kinds: FailureKind) -> str:
-    names = ", ".join(f"'{kind}'" for kind in kinds)
-    return f"kind IN ({names}) AND version = {_fence_of(failures, 'version', 'f.incomplete')}"
-
+_FAILED = f"version = {_fence_of(failures, 'version', 'f.incomplete')}"
 
 ACCESS: Mapping[Role, Mapping[Table, Access]] = {
     Role.WORKER: {
@@ -146,7 +142,7 @@ ACCESS: Mapping[Role, Mapping[Table, Access]] = {
             _all(snapshot_versions),
             insert=_happened(VersionEvent.CONFLICT, VersionEvent.MARK, VersionEvent.REFUSAL),
         ),
-        failures: Access(_all(failures), insert=_failed(*FailureKind)),
+        failures: Access(_all(failures), insert=_FAILED),
         entries: Access(_all(entries), insert=_is_open(entries)),
         intents: Access(
             _all(intents),
@@ -166,13 +162,14 @@ ACCESS: Mapping[Role, Mapping[Table, Access]] = {
             _all(fences),
             insert=_OPENED,
             update=("state", "version", "snapshot_id", "incomplete", "frozen_at", "retired_at"),
-            updated=f"{_ADVANCED} AND (state <> '{FenceState.OPEN}' OR incomplete)",
+            updated=f"{_ADVANCED} AND (state <> '{FenceState.OPEN}'"
+            f" OR (incomplete AND {_last(VersionEvent.FREEZE)} IS NULL))",
         ),
         snapshot_versions: Access(
             _all(snapshot_versions),
             insert=_happened(VersionEvent.MARK, VersionEvent.FREEZE, VersionEvent.DROP, VersionEvent.RETIRE),
         ),
-        failures: Access(_all(failures), insert=_failed(FailureKind.MARK), delete=True),
+        failures: Access(_all(failures), insert=f"kind = '{FailureKind.MARK}' AND {_FAILED}", delete=True),
         exports: Access(_all(exports), insert="true"),
         staged_calls: Access(_all(staged_calls), update=("staged_at",), delete=True),
         **{
