@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -70,7 +72,7 @@ def verify(
             prefix=prefix,
             rollout_ids=tuple(rollout) if rollout else None,
         )
-        with _bar() as show:
+        with _interruptible(), _bar() as show:
             found = verify_database(url, wanted, jobs=jobs or _cores(), checkpoint=checkpoint, progress=show)
         if json:
             print_json(found.as_json())
@@ -97,6 +99,25 @@ def _cores() -> int:
     # Those that this process may use, where the system tells.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let the first Ctrl-C be a KeyboardInterrupt, by which the verification ends in order, and the second end at once.
+
+    By now every module is loaded, which `__main__` does not let it interrupt.
+    """
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGINT, lambda _signal, _frame: os._exit(130))
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    # A shell lets what runs in the background ignore it.
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -51,7 +51,8 @@ def check_ledger(
 ) -> None:
     """Check the ledger rows of a rollout, whose values have the form of their columns.
 
-    `malformed` are the calls of the other rows. `staged` returns the row of a staged call, by rollout and call, if there is one; `proven` are the complete records.
+    `malformed` are the calls of the other rows. `staged` returns the row of a staged call, by rollout and call, if
+    there is one; `proven` are the complete records.
     """
 
     def say(rule: Rule, call_id: str, text: str) -> None:

@@ -9,11 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
+from typing import Self, TypeVar
 
 from tokencustody.audit.reading import RolloutNotFoundError
 from tokencustody.audit.selection import PAGE, RolloutFilter
@@ -30,10 +31,11 @@ DEFAULT_DEADLINE = 60.0
 _CHUNK = 8
 # Chunks that wait for each worker, so that none is idle.
 _AHEAD = 2
-# So few are verified here before other processes have started.
-_FEW = 64
+# Seconds of work before other processes are started, which takes about as long.
+_SOON = 3.0
 _SAVE_EVERY = 1.0
 
+Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
 
 
@@ -74,24 +76,10 @@ def verify(
         reader = stack.enter_context(Verifier(database, deadline))
         total = _total(reader, database, wanted)
         progress(position.found.counts.rollouts, total)
-        executor: Executor
-        if jobs == 1 or total <= _FEW:
-            executor = ThreadPoolExecutor(1, thread_name_prefix="verify")
-            work: Callable[[list[RolloutKey]], Found] = reader.verify
-        else:
-            executor = ProcessPoolExecutor(
-                jobs,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_start_worker,
-                initargs=(os.fspath(url), deadline),
-            )
-            work = _verify_in_worker
-        stack.callback(executor.shutdown, cancel_futures=True)
+        workers = stack.enter_context(_Workers(reader, os.fspath(url), deadline, jobs))
         saved_at = time.monotonic()
         try:
-            for last, found in _in_order(
-                executor, work, _chunks(reader, wanted, position.after), jobs * _AHEAD
-            ):
+            for last, found in _in_order(workers, _chunks(reader, wanted, position.after)):
                 position.found.counts.add(found.counts)
                 position.found.findings += found.findings
                 position.after = last
@@ -131,37 +119,76 @@ def _chunks(reader: Verifier, wanted: RolloutFilter, after: RolloutKey | None) -
         after = page[-1]
 
 
-def _in_order(
-    executor: Executor,
-    work: Callable[[list[RolloutKey]], Found],
-    chunks: Iterator[list[RolloutKey]],
-    ahead: int,
-) -> Iterator[tuple[RolloutKey, Found]]:
-    """Yield the last rollout of each chunk and what was found in it, in order, while at most `ahead` are under way."""
+class _Workers:
+    """Where chunks are verified: a thread of this process, then, if it takes long, `jobs` others once they run."""
+
+    def __init__(self, reader: Verifier, url: str, deadline: float, jobs: int) -> None:
+        self.jobs = jobs
+        self._reader = reader
+        self._worker_options = (url, deadline)
+        self._started = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        # Processes start with the mask of the thread that starts them. Ctrl-C reaches the whole group of processes, of
+        # which only the first decides; and in its main thread it would leave a worker half started.
+        self._starter = ThreadPoolExecutor(
+            1, "verify", signal.pthread_sigmask, (signal.SIG_BLOCK, {signal.SIGINT})
+        )
+        self._processes: ProcessPoolExecutor | None = None
+        self._first: Future[int] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for executor in (self._thread, self._starter, self._processes):
+            if executor is not None:
+                executor.shutdown(cancel_futures=True)
+
+    def submit(self, keys: list[RolloutKey]) -> Future[Found]:
+        if self._first is None and self.jobs > 1 and time.monotonic() - self._started >= _SOON:
+            self._processes = ProcessPoolExecutor(
+                self.jobs,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_start_worker,
+                initargs=self._worker_options,
+            )
+            self._first = self._in_process(os.getpid)
+        if self._first is None or not _is_up(self._first):
+            return self._thread.submit(self._reader.verify, keys)
+        return self._in_process(partial(_verify_in_worker, keys))
+
+    def _in_process(self, work: Callable[[], Result]) -> Future[Result]:
+        assert self._processes is not None  # noqa: S101 - made by whoever calls this
+        return self._starter.submit(self._processes.submit, work).result()
+
+
+def _is_up(first: Future[int]) -> bool:
+    return first.done()
+
+
+def _in_order(workers: _Workers, chunks: Iterator[list[RolloutKey]]) -> Iterator[tuple[RolloutKey, Found]]:
+    """Yield the last rollout of each chunk and what was found in it, in order; few chunks are under way at once."""
     running: deque[tuple[RolloutKey, Future[Found]]] = deque()
-
-    def begin(number: int) -> None:
-        running.extend((chunk[-1], executor.submit(work, chunk)) for chunk in islice(chunks, number))
-
-    begin(ahead)
-    while running:
-        last, future = running.popleft()
+    begin = islice(chunks, workers.jobs * _AHEAD)
+    while True:
         try:
+            running.extend((chunk[-1], workers.submit(chunk)) for chunk in begin)
+            if not running:
+                return
+            last, future = running.popleft()
             found = future.result()
         except BrokenProcessPool as exc:
             raise StoreUnavailableError(
                 f"a worker process of the verification ended: {exc}; use fewer jobs"
             ) from None
-        begin(1)
         yield last, found
+        begin = islice(chunks, 1)
 
 
 _worker: Verifier | None = None
 
 
 def _start_worker(url: str, deadline: float) -> None:
-    # Ctrl-C reaches the whole group of processes; the first of them decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     global _worker
     _worker = Verifier(parse_url(url), deadline)

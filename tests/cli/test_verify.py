@@ -1,0 +1,162 @@
+"""`tokencustody verify`, as a shell and as a script see it, on both databases."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit.verifying import RUN, change, fill
+from tests.support.filling import fill as fill_rows
+from tokencustody.cli import main
+
+HOSTILE = "[red]x[/red]\x1b[31m"
+
+
+def _run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str, *args: str
+) -> tuple[Any, str, str]:
+    monkeypatch.setenv("TOKENCUSTODY_URL", url)
+    monkeypatch.setattr(sys, "argv", ["tokencustody", "verify", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+def test_a_sound_database_ends_with_0_and_says_what_was_looked_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str
+) -> None:
+    fill(store_url)
+
+    code, out, err = _run(capsys, monkeypatch, store_url)
+
+    assert (code, err) == (0, "")
+    figures = dict(re.findall(r"^(\w[\w ]*?\w) {2,}(\S+)", out, re.MULTILINE))
+    assert figures["rollouts"] == "18"
+    assert figures["complete records"] == "34"
+    assert figures["ledger rows"] == "13"
+    assert figures["staged calls"] == "9"
+    assert out.endswith("nothing is wrong\n")
+
+
+def test_findings_end_with_1_and_stand_in_table_json_and_report(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, tmp_path: Path
+) -> None:
+    fill(store_url)
+    change(store_url, "intents", "model_call_id", lambda _: HOSTILE, rollout_id="dangling")
+    change(store_url, "fences", "incomplete", lambda _: False, rollout_id="dangling")
+    report = tmp_path / "report.jsonl"
+
+    code, table, err = _run(capsys, monkeypatch, store_url, "--report", str(report), "--run", RUN)
+    json_code, document, _ = _run(capsys, monkeypatch, store_url, "--json", "--jobs", "1")
+
+    assert (code, json_code, err) == (1, 1, "")
+    assert r"[red]x[/red]\x1b[31m" in table
+    assert "\x1b" not in table + document
+    assert "1 finding in 1 rollout" in table
+    found = json.loads(document)
+    (finding,) = found["findings"]
+    assert (finding["rule"], finding["rollout_id"], finding["model_call_id"]) == (
+        "fence_incomplete",
+        "dangling",
+        HOSTILE,
+    )
+    assert (found["ok"], found["findings_by_rule"], found["calls"]) == (False, {"fence_incomplete": 1}, 34)
+    assert [json.loads(line) for line in report.read_text().splitlines()] == [finding]
+
+
+def test_what_cannot_be_verified_ends_with_2_and_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, tmp_path: Path
+) -> None:
+    fill(store_url)
+    missing, checkpoint = tmp_path / "missing.db", tmp_path / "checkpoint.json"
+    checkpoint.write_text("{}")
+
+    for url, args in (
+        (str(missing), ()),
+        (store_url, ("--rollout", "nobody")),
+        (store_url, ("--run", "no/run")),
+        (store_url, ("--checkpoint", str(checkpoint))),
+    ):
+        code, out, err = _run(capsys, monkeypatch, url, *args)
+        assert (code, out) == (2, "")
+        assert re.fullmatch(r"error: [^\n]+\n", err)
+    assert not missing.exists()
+    code, _, err = _run(capsys, monkeypatch, store_url, "--report", str(tmp_path / "none" / "report"))
+    assert code == 2
+    assert "--report" in err
+
+
+_SOONER = """
+import sys
+from tokencustody.__main__ import main
+from tokencustody.audit.verify import running
+running._SOON = running._SAVE_EVERY = 0.1
+main()
+"""
+
+
+def _start(url: str, *args: str) -> subprocess.Popen[str]:
+    """Start the command, which does not wait as long as usual before it starts other processes."""
+    command = [sys.executable, "-c", _SOONER, "verify", "--url", url, "--jobs", "2", *args]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def _children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux for the children of a process")
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
+def test_what_was_stopped_leaves_no_process_and_goes_on(
+    store_url: str, tmp_path: Path, stop: signal.Signals
+) -> None:
+    fill(store_url)
+    # Rows without sense: each is a finding, of which none may be lost or come twice.
+    fill_rows(store_url, 4_000)
+    checkpoint, report = tmp_path / "checkpoint.json", tmp_path / "report.jsonl"
+    process = _start(store_url, "--checkpoint", str(checkpoint))
+    while not checkpoint.exists() or not (workers := _children(process.pid)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+    if stop is signal.SIGINT:
+        os.killpg(process.pid, stop)
+    else:
+        process.kill()
+    _, err = process.communicate(timeout=60)
+
+    if stop is signal.SIGINT:
+        assert process.returncode == 130
+        assert err == "interrupted: nothing was changed; the same command goes on\n"
+    for worker in workers:
+        _wait_for_end(worker)
+    done = json.loads(checkpoint.read_text())
+    assert 0 < done["counts"]["rollouts"] < 418
+    process = _start(store_url, "--checkpoint", str(checkpoint), "--json", "--report", str(report))
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (1, "")
+    found = json.loads(out)
+    assert found["rollouts"] == 418
+    names = [(each["rule"], each["rollout_id"], each["model_call_id"]) for each in found["findings"]]
+    assert len(set(names)) == len(names) == len(report.read_text().splitlines())
+    assert not checkpoint.exists()
+
+
+def _wait_for_end(pid: int) -> None:
+    give_up = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists()
