@@ -14,7 +14,7 @@ from tokencustody.audit.verify.calls import check_calls
 from tokencustody.audit.verify.fences import check_fence
 from tokencustody.audit.verify.findings import Found, Rule
 from tokencustody.audit.verify.ledger import SHARED_COLUMNS, check_ledger, staged_under
-from tokencustody.audit.verify.rows import Rows, read_rollout_txn, sound_rows
+from tokencustody.audit.verify.rows import Rows, is_utf8, read_rollout_txn, sound_rows
 from tokencustody.audit.verify.staged import check_attachments, check_staged
 from tokencustody.errors import CorruptEntryError, StoreUnavailableError
 from tokencustody.sql.tables import (
@@ -58,6 +58,12 @@ class Verifier:
         found = Found()
         for key in keys:
             found.counts.rollouts += 1
+            if not is_utf8(key.run + key.rollout_id):
+                text = (
+                    "the run or the id is not UTF-8, so its rows cannot be read; restore them from a backup"
+                )
+                found.add(key, Rule.UNREADABLE, text)
+                continue
             try:
                 rows, elsewhere = self.read(partial(_read_txn, key=key))
             except (CorruptEntryError, StoreUnavailableError) as exc:
@@ -77,7 +83,7 @@ def _read_txn(connection: Connection, key: RolloutKey) -> tuple[Rows, _Elsewhere
     rows = read_rollout_txn(connection, key)
     elsewhere: _Elsewhere = {}
     for row in rows[ledger_calls]:
-        if isinstance(row.staging_key, str):
+        if isinstance(row.staging_key, str) and is_utf8(row.staging_key):
             rollout_id, call_id = staged_under(key, row)
             if rollout_id != key.rollout_id:
                 other = RolloutKey(key.run, rollout_id).named(call_id)

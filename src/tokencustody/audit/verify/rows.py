@@ -19,7 +19,9 @@ from sqlalchemy import (
     Subquery,
     Table,
     Text,
+    cast,
     func,
+    literal,
     select,
     tuple_,
     type_coerce,
@@ -70,6 +72,11 @@ _LIKE = {
     ledger_calls.c.mode: ("text", "token_in"),
     staged_calls.c.mode: ("text", "token_in"),
 }
+_HASHES = {
+    table.c[name]
+    for table in (ledger_calls, staged_calls)
+    for name in ("digest", "extras_digest", "chain_hash", "cumulative_hash")
+}
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SQLITE_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}")
 
@@ -92,6 +99,23 @@ def read_leniently(connection: Connection) -> None:
     if not is_postgresql(connection):
         driver: Any = connection.connection.dbapi_connection
         driver.text_factory = lambda data: data.decode(errors="surrogateescape")
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether text that was read leniently is what it should be, so that the database can be asked for it."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _bound(text: str) -> Any:
+    if is_utf8(text):
+        return literal(text)
+    return cast(literal(text.encode(errors="surrogateescape"), LargeBinary), Text)
 
 
 def read_rollout_txn(connection: Connection, key: RolloutKey) -> Rows:
@@ -158,15 +182,12 @@ def _problem(column: Column[Any], value: Any) -> str:
 def _problem_of_text(column: Column[Any], value: Any) -> str:
     if type(value) is not str:
         return "is no text"
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return "is not UTF-8"
+    if not is_utf8(value):
+        return "is not UTF-8"
     allowed = _LIKE.get(column)
     if allowed is not None and value not in tuple(allowed):
         return "has a value that this library does not write"
-    if column.name.endswith("_sha256") and not _SHA256.fullmatch(value):
+    if (column.name.endswith("_sha256") or column in _HASHES) and not _SHA256.fullmatch(value):
         return "is no SHA-256"
     return ""
 
@@ -193,7 +214,8 @@ def select_keys(wanted: RolloutFilter, after: RolloutKey | None = None, limit: i
         else:
             keys = _keys_of(table, wanted)
         if after is not None:
-            keys = keys.where(tuple_(table.c.run, table.c.rollout_id) > (after.run, after.rollout_id))
+            reached = tuple_(_bound(after.run), _bound(after.rollout_id))
+            keys = keys.where(tuple_(table.c.run, table.c.rollout_id) > reached)
         if limit is not None:
             keys = keys.order_by(table.c.run, table.c.rollout_id).limit(limit)
         # A subquery of its own, because SQLite takes no LIMIT inside a UNION.
