@@ -352,6 +352,21 @@ def test_what_is_not_as_it_was_granted_is_said_with_exit_code_1_and_mended_by_gr
     assert state(secured) == granted
 
 
+def test_after_an_upgrade_a_role_is_brought_up_to_date_by_granting_it_again(
+    db: Db, secured: Secured, alice: str
+) -> None:
+    db("grant --role trainer --run run-1", alice)
+    granted = state(secured)
+    migrate.downgrade(secured.url, "0003_prefix_sharing")
+    migrate.upgrade(secured.url)
+    ended = db("roles")
+    assert ended.code == 1
+    assert "SELECT on exports" in ended.out
+    assert db("grant --role trainer --run run-1", alice).code == 0
+    assert db("roles").code == 0
+    assert state(secured) == granted
+
+
 def test_a_policy_whose_record_was_changed_is_named(db: Db, secured: Secured, alice: str) -> None:
     db("grant --role worker --run run-1", alice)
     policy = fetch(secured.url, "SELECT polname FROM pg_policy WHERE polcmd = 'r' LIMIT 1")[0][0]
