@@ -87,7 +87,8 @@ _MASK = _Function(
     "sql IMMUTABLE",
     """
 SELECT coalesce(array_agg(
-         CASE get_byte($1, at) WHEN 0 THEN 0 WHEN 63 THEN 1 WHEN 128 THEN '-0' END::double precision ORDER BY at), '{}')
+         CASE get_byte($1, at) WHEN 0 THEN '0'::double precision WHEN 63 THEN '1'::double precision
+                               WHEN 128 THEN '-0'::double precision END ORDER BY at), '{}')
   FROM generate_series(0, octet_length($1) - 1) AS at""",
 )
 

@@ -16,6 +16,8 @@ _WORDS = {
     "sqlite": {
         "bytes": "length",
         "join": "group_concat",
+        # Else SQLite, which takes a walk for long, would read the whole table into a filter first.
+        "short": "WHERE likelihood(b.depth >= 0, 0.00001)",
         "integer": "INTEGER",
         # SQLite itself computes no hash; `tokencustody sql` puts a view of the same name over this one.
         "sha256": "CAST(NULL AS TEXT)",
@@ -23,6 +25,7 @@ _WORDS = {
     "postgresql": {
         "bytes": "octet_length",
         "join": "string_agg",
+        "short": "",
         "integer": "bigint",
         "sha256": "encode(sha256({}), 'hex')",
     },
@@ -45,28 +48,35 @@ _NAMES = (
 _OF_ROLLOUT = "{0}.run = {1}.run AND {0}.rollout_id = {1}.rollout_id"
 _OF_CALL = _OF_ROLLOUT + " AND {0}.model_call_id = {1}.model_call_id"
 
-_INCOMPLETE = f"""
+# Why a rollout is masked as a whole, with the columns of `audit_incomplete`. `{{of_rollout}}` stands for a condition on
+# `x` that every part must have for itself: SQLite pushes none into a union.
+_REASONS = f"""
 SELECT x.run, x.rollout_id, x.kind AS reason, x.model_call_id, x.differing_fields AS detail, true AS masks_rollout,
        x.recorded_at AS since, x.written_by, x.version
   FROM failures AS x
+ WHERE {{of_rollout}}
 UNION ALL
 SELECT x.run, x.rollout_id, 'dangling_intent', x.model_call_id, '', true, x.begun_at, x.written_by,
        CAST(NULL AS {{integer}})
-  FROM intents AS x JOIN fences AS f ON {_OF_ROLLOUT.format("f", "x")}
- WHERE f.state = 'frozen' AND x.refusal_code IS NULL
+  FROM intents AS x JOIN fences AS g ON {_OF_ROLLOUT.format("g", "x")}
+ WHERE {{of_rollout}} AND g.state = 'frozen' AND x.refusal_code IS NULL
    AND NOT EXISTS (SELECT 1 FROM entries AS e WHERE {_OF_CALL.format("e", "x")})
 UNION ALL
 SELECT x.run, x.rollout_id, x.event, x.model_call_id, '', true, x.recorded_at, x.written_by, x.version
-  FROM snapshot_versions AS x JOIN fences AS f ON {_OF_ROLLOUT.format("f", "x")}
- WHERE f.state = 'retired' AND x.event IN ('mark', 'conflict')
+  FROM snapshot_versions AS x JOIN fences AS g ON {_OF_ROLLOUT.format("g", "x")}
+ WHERE {{of_rollout}} AND g.state = 'retired' AND x.event IN ('mark', 'conflict')
    AND NOT EXISTS (SELECT 1 FROM failures AS y WHERE {_OF_ROLLOUT.format("y", "x")})
 UNION ALL
-SELECT f.run, f.rollout_id, 'dangling_intent', '', '', true, f.frozen_at, '', CAST(NULL AS {{integer}})
-  FROM fences AS f
- WHERE f.state = 'retired' AND f.incomplete
-   AND NOT EXISTS (SELECT 1 FROM failures AS y WHERE {_OF_ROLLOUT.format("y", "f")})
+SELECT x.run, x.rollout_id, 'dangling_intent', '', '', true, x.frozen_at, '', CAST(NULL AS {{integer}})
+  FROM fences AS x
+ WHERE {{of_rollout}} AND x.state = 'retired' AND x.incomplete
+   AND NOT EXISTS (SELECT 1 FROM failures AS y WHERE {_OF_ROLLOUT.format("y", "x")})
    AND NOT EXISTS (SELECT 1 FROM snapshot_versions AS y
-                    WHERE {_OF_ROLLOUT.format("y", "f")} AND y.event IN ('mark', 'conflict'))
+                    WHERE {_OF_ROLLOUT.format("y", "x")} AND y.event IN ('mark', 'conflict'))
+"""
+
+_INCOMPLETE = f"""
+{_REASONS.replace("{of_rollout} AND ", "").replace(" WHERE {of_rollout}", "")}
 UNION ALL
 SELECT x.run, x.rollout_id, 'unresolved_parent', x.model_call_id, x.parent_resolution_reason, false, x.committed_at,
        x.written_by, CAST(NULL AS {{integer}})
@@ -104,8 +114,7 @@ SELECT f.run, f.rollout_id, f.state, f.version, f.snapshot_id, f.incomplete,
           FROM (SELECT x.reason || CASE WHEN x.model_call_id = '' THEN '' ELSE ' ' || x.model_call_id END
                        || CASE WHEN x.detail = '' THEN '' ELSE ' (' || x.detail || ')' END
                        || CASE WHEN count(*) = 1 THEN '' ELSE ' x' || count(*) END AS words
-                  FROM audit_incomplete AS x
-                 WHERE {_THIS} AND x.masks_rollout
+                  FROM ({_REASONS.replace("{of_rollout}", _THIS)}) AS x
                  GROUP BY x.reason, x.model_call_id, x.detail
                  ORDER BY coalesce(min(x.version), 9223372036854775807), min(x.since), x.model_call_id) AS y), '')
          AS why,
@@ -186,28 +195,36 @@ WITH RECURSIVE below (model_call_id, depth, root_call_id, path, ending, missing_
   UNION ALL
   SELECT c.model_call_id, b.depth + 1, b.root_call_id, b.path || ' > ' || c.model_call_id, b.ending, b.missing_call_id
     FROM below AS b JOIN entries AS c ON {_OF_ROLLOUT.format("c", "f")} AND c.parent_call_id = b.model_call_id
+  {{short}}
 )
 """
 
-_LINEAGE_COLUMNS = """e.run, e.rollout_id, e.model_call_id, e.parent_call_id, e.parent_resolution, e.prompt_len,
-       e.generation_len, e.cum_len, e.committed_at"""
+_LINEAGE_COLUMNS = """e.model_call_id, e.parent_call_id, e.parent_resolution, e.prompt_len, e.generation_len,
+       e.cum_len, e.committed_at"""
 
 _LINEAGE = {
+    # SQLite keeps the order of a CROSS JOIN, and would walk again for each row that is joined to the walk itself: so a
+    # rollout is walked through once.
     "sqlite": f"""
-SELECT {_LINEAGE_COLUMNS},
+SELECT f.run, f.rollout_id, {_LINEAGE_COLUMNS},
        json_extract(t.value, '$[1]') AS depth, json_extract(t.value, '$[2]') AS root_call_id,
        json_extract(t.value, '$[3]') AS path, json_extract(t.value, '$[4]') AS ending,
        json_extract(t.value, '$[5]') AS missing_call_id
   FROM fences AS f
-  JOIN json_each(({_BELOW_TOPS}
-         SELECT json_group_array(json_array(e.model_call_id, b.depth, b.root_call_id, b.path,
-                                            coalesce(b.ending, 'circle'), b.missing_call_id))
-           FROM entries AS e LEFT JOIN below AS b ON b.model_call_id = e.model_call_id
-          WHERE {_OF_ROLLOUT.format("e", "f")})) AS t
-  JOIN entries AS e ON {_OF_ROLLOUT.format("e", "f")} AND e.model_call_id = json_extract(t.value, '$[0]')
+ CROSS JOIN json_each(({_BELOW_TOPS}
+         SELECT json_group_array(json_array(c.model_call_id, c.depth, c.root_call_id, c.path, c.ending, c.missing_call_id))
+           FROM (SELECT b.model_call_id, max(b.depth) AS depth, max(b.root_call_id) AS root_call_id,
+                        max(b.path) AS path, coalesce(max(b.ending), 'circle') AS ending,
+                        max(b.missing_call_id) AS missing_call_id
+                   FROM (SELECT * FROM below
+                          UNION ALL
+                         SELECT e.model_call_id, NULL, NULL, NULL, NULL, NULL FROM entries AS e
+                          WHERE {_OF_ROLLOUT.format("e", "f")}) AS b
+                  GROUP BY b.model_call_id) AS c)) AS t
+ CROSS JOIN entries AS e ON {_OF_ROLLOUT.format("e", "f")} AND e.model_call_id = json_extract(t.value, '$[0]')
 """,
     "postgresql": f"""
-SELECT t.*
+SELECT f.run, f.rollout_id, t.*
   FROM fences AS f
  CROSS JOIN LATERAL ({_BELOW_TOPS}
          SELECT {_LINEAGE_COLUMNS},
@@ -233,6 +250,7 @@ SELECT c.run, c.rollout_id, c.position, 'failure', c.model_call_id, c.reason,
 
 _ATTACHMENTS = f"FROM staged_attachments AS a WHERE {_OF_CALL.format('a', 's')}"
 
+# Counted, for PostgreSQL would answer NOT EXISTS, in a column, from a hash of the whole ledger.
 _STAGING = f"""
 SELECT s.run, s.rollout_id, s.model_call_id, s.parent_call_id, s.mode, s.prev_len, s.delta_len, s.cum_len,
        s.weight_version, s.digest, s.extras_digest, s.chain_hash, s.cumulative_hash, s.token_width, s.staged_at,
@@ -241,9 +259,9 @@ SELECT s.run, s.rollout_id, s.model_call_id, s.parent_call_id, s.mode, s.prev_le
        (SELECT count(*) {_ATTACHMENTS}) AS attachments,
        (SELECT CAST(coalesce(sum({{bytes}}(a.data)), 0) AS {{integer}}) {_ATTACHMENTS}) AS attachment_bytes,
        (f.state IS NULL OR f.state <> 'open')
-         AND NOT EXISTS (SELECT 1 FROM ledger_calls AS c
-                          WHERE {_OF_ROLLOUT.format("c", "s")}
-                            AND c.staging_key = s.rollout_id || '/' || s.model_call_id) AS is_orphan
+         AND (SELECT count(*) FROM ledger_calls AS c
+               WHERE {_OF_ROLLOUT.format("c", "s")}
+                 AND c.staging_key = s.rollout_id || '/' || s.model_call_id) = 0 AS is_orphan
   FROM staged_calls AS s
   LEFT JOIN fences AS f ON {_OF_ROLLOUT.format("f", "s")}
 """
