@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, insert, update
+from sqlalchemy import delete, insert, select, update
 
 from tests.audit.killed import killed_at
 from tests.audit.rich import ODD_CALL, execute, fill_frozen, fill_richly, rows
@@ -17,7 +17,7 @@ from tests.support.entries import make_entry
 from tests.support.rollouts import linear_rollout
 from tests.support.staged import stage
 from tokencustody import open_store
-from tokencustody.audit.copying import Copier, CopyReport, Outcome
+from tokencustody.audit.copying import Copier, CopyReport, Outcome, copier
 from tokencustody.audit.copying import rows as copied_rows
 from tokencustody.errors import InvalidRecordError, SchemaMismatchError, StoreUnavailableError
 from tokencustody.sql import migrate
@@ -52,11 +52,11 @@ def other_url(store_url: str, tmp_path: Path, request: pytest.FixtureRequest) ->
 
 
 async def copy(source: str, target: str, **options: Any) -> CopyReport:
-    copier = Copier(source, target)
+    copying = Copier(source, target)
     try:
-        return await copier.copy(**options)
+        return await copying.copy(**options)
     finally:
-        await copier.close()
+        await copying.close()
 
 
 async def outcome_of(source: str, target: str, **options: Any) -> tuple[Outcome, str]:
@@ -378,8 +378,6 @@ async def test_a_rollout_whose_mark_waits_on_this_host_is_left_out(
 async def test_many_staged_rollouts_without_a_fence_are_all_copied(
     store_url: str, other_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tokencustody.audit.copying import copier
-
     monkeypatch.setattr(copier, "PAGE", 3)
     rng = random.Random(11)
     names = {f"{rng.choice('aB-._9')}{number}" for number in range(10)}
@@ -427,3 +425,37 @@ async def test_both_databases_must_be_there_and_on_the_newest_revision(
     for source, target in ((store_url, other_url), (other_url, store_url)):
         with pytest.raises(SchemaMismatchError, match="db upgrade"):
             await copy(source, target)
+
+
+async def test_an_intent_that_the_target_refused_otherwise_stays(store_url: str, other_url: str) -> None:
+    async with open_store(store_url) as store:
+        await store.sink.begin_call("rollout", "call-1")
+        await outcome_of(store_url, other_url)
+        await execute(other_url, update(intents).values(refusal_code="another", refused_at=now()))
+        await store.sink.refuse_call("rollout", model_call_id="call-1", code="length")
+    before = await rows(other_url)
+    outcome, reason = await outcome_of(store_url, other_url)
+    assert (outcome, "intents (call-1)" in reason) == (Outcome.CONFLICT, True)
+    assert await rows(other_url) == before
+
+
+async def test_a_rollout_that_somebody_opens_in_the_target_meanwhile_stays(
+    store_url: str, other_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's image is that of before."""
+    for url in (store_url, other_url):
+        async with open_store(url) as store:
+            await store.sink.put(make_entry("rollout"))
+    before = await rows(other_url)
+    source = (await rows(store_url))["fences"]
+    image = copier.image_txn
+
+    def image_of_before(connection: Any, key: Any, spool: Any = None) -> Any:
+        found = image(connection, key, spool)
+        (fence,) = connection.execute(select(fences))
+        return found if repr(tuple(fence)) in source else copied_rows.Image()
+
+    monkeypatch.setattr(copier, "image_txn", image_of_before)
+    outcome, reason = await outcome_of(store_url, other_url)
+    assert (outcome, "meanwhile" in reason) == (Outcome.CONFLICT, True)
+    assert await rows(other_url) == before
