@@ -19,11 +19,13 @@ import pytest
 from tests.store.rows import rows_of
 from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
+from tests.support.postgres import fetch
 from tests.support.staged import Staged, stage
 from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenCaptureRetiredError, open_store
 from tokencustody.audit.retention import Retention, Settled
 from tokencustody.audit.selection import RolloutFilter
 from tokencustody.sql import migrate, tables
+from tokencustody.sql.faults import FAULT_POINTS
 from tokencustody.sql.tables import FenceState
 
 RUN = "run-1"
@@ -58,9 +60,9 @@ class Acknowledged:
 
 
 @pytest.mark.race
-@pytest.mark.parametrize("seed", [1, 2])
-def test_removing_frozen_rollouts_loses_no_call_of_others_and_leaves_no_row_of_its_own(
-    store_url: str, seed: int
+@pytest.mark.parametrize("state", [FenceState.FROZEN, FenceState.OPEN])
+def test_removing_rollouts_loses_no_call_of_others_and_leaves_no_row_of_its_own(
+    store_url: str, state: FenceState
 ) -> None:
     migrate.upgrade(store_url)
     acknowledged = Acknowledged()
@@ -68,7 +70,7 @@ def test_removing_frozen_rollouts_loses_no_call_of_others_and_leaves_no_row_of_i
     lock = threading.Lock()
 
     async def write(number: int) -> None:
-        rng = random.Random(f"{seed} {number}")
+        rng = random.Random(f"{state} {number}")
         async with open_store(store_url, run=RUN, writer=f"writer-{number}") as store:
             for step in range(PUTS):
                 rollout = f"{rng.choice(['keep', 'go'])}-{rng.randrange(12)}"
@@ -93,7 +95,7 @@ def test_removing_frozen_rollouts_loses_no_call_of_others_and_leaves_no_row_of_i
             acknowledged.frozen[rollout] = {entry.model_call_id for entry in snapshot.entries}
 
     async def remove(_: int) -> None:
-        wanted = RolloutFilter(run=RUN, state=FenceState.FROZEN, prefix="go-")
+        wanted = RolloutFilter(run=RUN, state=state, prefix="go-")
         async with Retention(store_url) as retention:
             while acknowledged.running:
                 await retention.retire(wanted, settled.append)
@@ -120,6 +122,33 @@ def test_removing_frozen_rollouts_loses_no_call_of_others_and_leaves_no_row_of_i
         assert rows == {rollout: len(acknowledged.puts[rollout]) for rollout in retired}
 
     asyncio.run(check())
+
+
+async def test_a_call_that_is_being_recorded_is_not_collected(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, go_on = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        if not recording.is_set():
+            recording.set()
+            await go_on.wait()
+
+    async with open_store(store_url, run=RUN) as store, Retention(store_url) as retention:
+        staged = stage("call-1", rollout="r").snapshot
+        assert (await asyncio.to_thread(store.staging.stage, staged)).ok
+        monkeypatch.setitem(FAULT_POINTS, "before commit", hold)
+        record = asyncio.create_task(store.lineage.record(make_commit("r", "call-1")))
+        await recording.wait()
+        collect = asyncio.create_task(retention.collect(datetime.now(UTC), lambda _: None))
+        if store_url.startswith("postgresql"):
+            waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+            while not collect.done() and not (await asyncio.to_thread(fetch, store_url, waiting))[0][0]:
+                pass
+        go_on.set()
+        await asyncio.gather(record, collect)
+        await store.source.freeze("r")
+        assert len(await asyncio.to_thread(store.staging.fetch, ["r/call-1"])) == 1
 
 
 @pytest.mark.race
