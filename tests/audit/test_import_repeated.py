@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import false, func, select, update
 
 from tests.audit.gym_folders import (
     found,
@@ -22,9 +22,9 @@ from tests.audit.killed import killed_at
 from tests.audit.rich import execute, rows
 from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
-from tokencustody.audit.gym_import import Outcome
+from tokencustody.audit.gym_import import Outcome, importing
 from tokencustody.records import TokenEntry
-from tokencustody.sql.tables import entries
+from tokencustody.sql.tables import entries, fences
 from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import parse_url
 from tokencustody.store import SqlTokenSink, SqlTokenSource
@@ -107,8 +107,14 @@ async def test_what_a_frozen_rollout_of_the_database_has_otherwise_is_a_conflict
     assert await rows(store_url) == before
 
 
-async def test_a_conflict_undoes_what_else_would_be_added(store_url: str, folder: Path) -> None:
+@pytest.mark.parametrize("appears", ["before", "meanwhile"])
+async def test_a_conflict_undoes_what_else_would_be_added(
+    store_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, appears: str
+) -> None:
     await put(store_url, ENTRIES[3])
+    if appears == "meanwhile":
+        # The first look, which does not lock, finds no rollout.
+        monkeypatch.setattr(importing, "_FENCE", select(fences.c.state).where(false()))
     before = await rows(store_url)
     write_rollout(
         folder, [*LINES[:3], line_of(ENTRIES[3], model="another")], intents=["announced"], marks=["lost"]
