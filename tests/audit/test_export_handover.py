@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,23 @@ async def test_without_marks_an_export_only_reads(store_url: str, tmp_path: Path
     assert (report.rollouts, report.marked) == (2, 0)
     assert bytes_of(store_url) == before
     assert await marks(store_url) == []
+
+
+async def test_without_marks_not_even_the_log_of_a_sqlite_file_is_touched(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    async with open_store(sqlite_url, run=RUN) as store:
+        await store.sink.put(make_entry())
+        await store.source.freeze("rollout-1")
+        # While the store is open its rows are in the log; in the copy, the export is the last to close.
+        for name in ("captures.db", "captures.db-wal"):
+            shutil.copy(tmp_path / name, copy / name)
+    url = f"sqlite:///{copy / 'captures.db'}"
+    before = bytes_of(url)
+    assert (await export(url, tmp_path / "out", mark=False)).rollouts == 1
+    assert bytes_of(url) == before
 
 
 async def test_only_what_no_export_has_marked_can_be_asked_for(store_url: str, tmp_path: Path) -> None:
