@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 
 # In seconds. While a grant waits for its locks, every writer waits behind it.
 _LONGEST_WAIT = 5.0
+_CANCELED = "57014"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,10 @@ def grant(
         oid = place.role_oid(connection, name)
         place.refuse_if_unbound(connection, name)
         granted = Granted(name, role, _joined(place.granted.get(name), role, name, runs), migrate.HEAD)
-        if place.others and not place.row_security and not force:
+        others = [other for other in place.others if other != name]
+        if others and not place.row_security and not force:
             raise RoleError(
-                f"row security would leave {', '.join(place.others)}, who hold privileges on the tables of {shown} "
+                f"row security would leave {', '.join(others)}, who hold privileges on the tables of {shown} "
                 "that were granted by hand, without any row: revoke those and grant them a role afterwards, or repeat "
                 "this with --force"
             )
@@ -141,7 +143,7 @@ def _changing(url: str, work: Callable[[Connection, str], Result]) -> Result:
         return migrate.in_transaction(target, lambda connection: work(connection, target.display))
     except StoreUnavailableError as exc:
         cause = exc.__cause__.orig if isinstance(exc.__cause__, DBAPIError) else exc.__cause__
-        if getattr(cause, "sqlstate", None) not in ("55P03", "40P01"):
+        if getattr(cause, "sqlstate", None) != _CANCELED:
             raise
         raise RoleError(
             f"the tables of {target.display} were in use by other transactions for {_LONGEST_WAIT:g} seconds; nothing "
@@ -150,7 +152,7 @@ def _changing(url: str, work: Callable[[Connection, str], Result]) -> Result:
 
 
 def _execute(connection: Connection, place: Place, statements: Sequence[str]) -> None:
-    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {1000 * _LONGEST_WAIT:.0f}")
+    connection.exec_driver_sql(f"SET LOCAL statement_timeout = {1000 * _LONGEST_WAIT:.0f}")
     # All of them, first, in the order in which writers come to them: a fence comes before what belongs to it.
     tables = ", ".join(place.qualified(table.name) for table in SECURED)
     connection.exec_driver_sql(f"LOCK TABLE {tables} IN ACCESS EXCLUSIVE MODE")

@@ -64,7 +64,7 @@ class Place:
         at = connection.execute(_TABLES, _NAMES).one()
         views = tuple(connection.scalars(_VIEWS, {"schema": at.schema}))
         recorded = connection.execute(_RECORDED, {"prefix": POLICY_PREFIX}).all()
-        granted = {row.rolname: _granted(row.rolname, row.record) for row in recorded if row.record}
+        granted = {row.rolname: _granted(row.rolname, row.record) for row in recorded}
         by_hand = connection.scalars(_BY_HAND, _NAMES)
         others = tuple(name for name in by_hand if name not in granted)
         return cls(shown, at.schema, at.owner, at.row_security, views, granted, others)
@@ -98,14 +98,19 @@ class Place:
 
     def refuse_if_unbound(self, connection: Connection, name: str) -> None:
         """Refuse a role that privileges and row security do not bind."""
-        found = connection.execute(_UNBOUND, {"name": name, "owner": self.owner}).one()
+        asked = {"name": name, "owner": self.owner, "schema": self.schema}
+        found = connection.execute(_UNBOUND, asked).one()
         why = [text for power, text in _POWERS.items() if getattr(found, power)]
-        if not found.rolsuper:
+        if not found.rolsuper:  # who is a member of every role
             why += [f"a member of {each}" for each in found.memberships]
-        if found.is_owner and not found.rolsuper:
-            why = [
-                "the owner of the tables" if name == self.owner else f"a member of {self.owner}, their owner"
-            ]
+            if found.owns_schema:
+                why.append("an owner of the schema")
+            if found.is_owner:
+                why = [
+                    "the owner of the tables"
+                    if name == self.owner
+                    else f"a member of {self.owner}, their owner"
+                ]
         if why:
             raise RoleError(
                 f"{name} is {' and '.join(why)}, whom row security and privileges do not bind: grant roles to users "
@@ -140,9 +145,10 @@ class Place:
         """Return what else a person should know, or do, for a role."""
         allowed = connection.execute(_AROUND, {"name": name, "schema": self.schema}).one()
         notes = []
-        if self.others:
+        others = [other for other in self.others if other != name]
+        if others:
             notes.append(
-                f"{', '.join(self.others)} hold privileges that were granted by hand; they see no rows until they are "
+                f"{', '.join(others)} hold privileges that were granted by hand; they see no rows until they are "
                 "granted a role"
             )
         if not allowed.can_connect:
@@ -210,8 +216,10 @@ _BY_HAND = text(
 _OID = text("SELECT CAST(oid AS bigint) FROM pg_roles WHERE rolname = :name")
 _UNBOUND = text(
     f"SELECT {', '.join(_POWERS)}, pg_has_role(rolname, CAST(:owner AS name), 'MEMBER') AS is_owner,"
-    f" ARRAY(SELECT g.rolname FROM pg_roles g WHERE g.rolname IN {_POWERFUL}"
-    " AND pg_has_role(r.rolname, g.oid, 'MEMBER')) AS memberships,"
+    " pg_has_role(rolname, (SELECT nspowner FROM pg_namespace WHERE nspname = :schema), 'MEMBER') AS owns_schema,"
+    f" ARRAY(SELECT g.rolname FROM pg_roles g WHERE (g.rolname IN {_POWERFUL}"
+    f" OR {' OR '.join(f'g.{power}' for power in _POWERS)})"
+    " AND g.oid <> r.oid AND pg_has_role(r.rolname, g.oid, 'MEMBER') ORDER BY 1) AS memberships,"
     " ARRAY(SELECT g.rolname FROM pg_roles g WHERE pg_has_role(r.rolname, g.oid, 'MEMBER')"
     " OR pg_has_role(g.rolname, r.oid, 'MEMBER')) AS related"
     " FROM pg_roles r WHERE rolname = :name"
