@@ -83,19 +83,25 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("line", "call", "reason"), BROKEN.values(), ids=BROKEN.keys())
 async def test_a_line_that_is_no_record_is_told_and_masks_the_rollout_and_the_others_are_imported(
-    store_url: str, folder: Path, line: bytes, call: str | None, reason: str
+    store_url: str, folder: Path
 ) -> None:
-    write_rollout(folder, [LINES[0], line, LINES[2]])
-    imported = await import_one(store_url, folder)
-    assert found(imported) == [("lost", "jsonl", 2, call)]
-    assert reason in imported.findings[0].reason
-    assert (imported.outcome, imported.added, imported.incomplete) == (Outcome.IMPORTED, 2, True)
-    assert not imported.is_clean
-    snapshot = await freeze(store_url)
+    names = {f"rollout-{number:02}": each for number, each in enumerate(BROKEN)}
+    for name, each in names.items():
+        around = [line_of(entry, rollout_id=name) for entry in (ENTRIES[0], ENTRIES[2])]
+        line = BROKEN[each][0].replace(b'"rollout_id":"rollout"', f'"rollout_id":"{name}"'.encode())
+        write_rollout(folder, [around[0], line, around[1]], rollout_id=name)
+    report = await import_folder(store_url, folder)
+    assert [each.rollout_id for each in report.rollouts] == list(names)
+    for imported in report.rollouts:
+        _, call, reason = BROKEN[names[imported.rollout_id]]
+        assert found(imported) == [("lost", "jsonl", 2, call)], names[imported.rollout_id]
+        assert reason in imported.findings[0].reason
+        assert (imported.outcome, imported.added, imported.incomplete) == (Outcome.IMPORTED, 2, True)
+        assert not imported.is_clean
+    snapshot = await freeze(store_url, "rollout-00")
     assert snapshot.incomplete
-    assert list(snapshot.entries) == [ENTRIES[0], ENTRIES[2]]
+    assert [entry.model_call_id for entry in snapshot.entries] == ["call-0", "call-2"]
 
 
 async def test_a_finding_does_not_quote_token_ids_or_log_probabilities(sqlite_url: str, folder: Path) -> None:
@@ -172,27 +178,30 @@ async def test_a_call_of_which_no_line_is_left_masks_the_rollout(store_url: str,
     assert snapshot.version == 4
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[]",
-        '{"frozen": 1}',
-        '{"frozen": true}',
-        '{"version": -1}',
-        '{"version": true}',
-        '{"entry_digests": []}',
-        '{"frozen": true, "snapshot_id": "s", "version": 9223372036854775807}',
-    ],
+STATES = (
+    "{",
+    "[]",
+    '{"frozen": 1}',
+    '{"frozen": true}',
+    '{"version": -1}',
+    '{"version": true}',
+    '{"entry_digests": []}',
+    '{"frozen": true, "snapshot_id": "s", "version": 9223372036854775807}',
 )
+
+
 async def test_a_state_that_makes_no_sense_masks_the_rollout_which_stays_open(
-    store_url: str, folder: Path, text: str
+    store_url: str, folder: Path
 ) -> None:
-    write_rollout(folder, LINES)
-    (folder / "rollout.tokens.state.json").write_text(text)
-    imported = await import_one(store_url, folder)
-    assert found(imported) == [("lost", "json", None, None)]
-    assert (imported.state, imported.calls, imported.incomplete) == ("open", 3, True)
+    for number, text in enumerate(STATES):
+        name = f"rollout-{number}"
+        write_rollout(folder, [line_of(entry, rollout_id=name) for entry in ENTRIES], rollout_id=name)
+        (folder / f"{name}.tokens.state.json").write_text(text)
+    report = await import_folder(store_url, folder)
+    assert len(report.rollouts) == len(STATES)
+    for imported in report.rollouts:
+        assert found(imported) == [("lost", "json", None, None)]
+        assert (imported.state, imported.calls, imported.incomplete) == ("open", 3, True)
 
 
 async def test_another_content_of_a_call_is_kept_as_evidence_and_the_first_stays(
@@ -307,15 +316,19 @@ WRONG_LEDGERS = {
 }
 
 
-@pytest.mark.parametrize(("text", "expected"), WRONG_LEDGERS.values(), ids=WRONG_LEDGERS.keys())
-async def test_a_ledger_row_that_cannot_be_kept_is_told(
-    store_url: str, folder: Path, text: bytes, expected: tuple[str, int, str | None]
-) -> None:
-    write_rollout(folder, LINES, ledger=ledger_line() + text)
-    imported = await import_one(store_url, folder)
-    assert [(kind, line, call) for kind, _, line, call in found(imported)] == [expected]
-    assert imported.incomplete is (expected[0] == "lost")
-    assert (await import_one(store_url, folder)).outcome is Outcome.ALREADY_THERE
+async def test_a_ledger_row_that_cannot_be_kept_is_told(store_url: str, folder: Path) -> None:
+    names = {f"rollout-{number}": each for number, each in enumerate(WRONG_LEDGERS)}
+    for name, each in names.items():
+        write_rollout(folder, [], rollout_id=name, ledger=ledger_line() + WRONG_LEDGERS[each][0])
+    report = await import_folder(store_url, folder)
+    assert len(report.rollouts) == len(WRONG_LEDGERS)
+    for imported in report.rollouts:
+        each = names[imported.rollout_id]
+        expected = WRONG_LEDGERS[each][1]
+        assert [(kind, line, call) for kind, _, line, call in found(imported)] == [expected], each
+        assert imported.incomplete is (expected[0] == "lost")
+    again = await import_folder(store_url, folder)
+    assert {imported.outcome for imported in again.rollouts} == {Outcome.ALREADY_THERE}
 
 
 async def test_files_of_no_rollout_are_told(store_url: str, folder: Path) -> None:
