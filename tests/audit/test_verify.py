@@ -310,6 +310,10 @@ PLANTED = {
     "a chain hash in the ledger": Planted(
         _row("ledger_calls", "chain_hash", "c", _always(ZEROS)), {("ledger_staged", "staged", "c")}
     ),
+    "the chain hash of a parent that is staged elsewhere": Planted(
+        _row("ledger_calls", "chain_hash", "b", _always(ZEROS), rollout="resumed"),
+        {("ledger_staged", "resumed", "b"), ("staged_chain", "resumed", "e")},
+    ),
     "a staging chain": Planted(
         _row("ledger_calls", "staging_chain", "c", _always('["staged/x", "staged/b", "staged/c"]')),
         {("ledger_chain", "staged", "c")},

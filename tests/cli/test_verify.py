@@ -100,13 +100,14 @@ _SOONER = """
 import sys
 from tokencustody.__main__ import main
 from tokencustody.audit.verify import running
-running._SOON = running._SAVE_EVERY = 0.1
+running._SOON = running._SAVE_EVERY = 0.0
+running._is_up = lambda first: first.result() > 0
 main()
 """
 
 
 def _start(url: str, *args: str) -> subprocess.Popen[str]:
-    """Start the command, which does not wait as long as usual before it starts other processes."""
+    """Start the command, which leaves all the work to other processes and saves every step."""
     command = [sys.executable, "-c", _SOONER, "verify", "--url", url, "--jobs", "2", *args]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -114,8 +115,17 @@ def _start(url: str, *args: str) -> subprocess.Popen[str]:
 
 
 def _children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
+    """Return the processes that any thread of a process has started."""
+    listed = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for child in " ".join(listed).split()]
+
+
+def _is_verifying(pid: int) -> bool:
+    """Return whether a worker has the threads of its database besides its own two."""
+    try:
+        return len(list(Path(f"/proc/{pid}/task").iterdir())) > 2
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux for the children of a process")
@@ -128,7 +138,7 @@ def test_what_was_stopped_leaves_no_process_and_goes_on(
     fill_rows(store_url, 4_000)
     checkpoint, report = tmp_path / "checkpoint.json", tmp_path / "report.jsonl"
     process = _start(store_url, "--checkpoint", str(checkpoint))
-    while not checkpoint.exists() or not (workers := _children(process.pid)):
+    while not checkpoint.exists() or not any(map(_is_verifying, workers := _children(process.pid))):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
 
