@@ -264,3 +264,28 @@ async def test_a_long_rollout_is_imported_in_batches(store_url: str, folder: Pat
     imported = await import_one(store_url, folder)
     assert (imported.added, imported.incomplete) == (150, False)
     assert len((await freeze(store_url)).entries) == 150
+
+
+async def test_a_rollout_that_is_there_is_not_masked_when_its_files_are_damaged_later(
+    store_url: str, folder: Path
+) -> None:
+    write_rollout(folder, LINES, state=FROZEN)
+    await import_one(store_url, folder)
+    before = await rows(store_url)
+    write_rollout(folder, LINES[:1], last_line=LINES[1][:20], state=FROZEN)
+    imported = await import_one(store_url, folder)
+    assert (imported.outcome, imported.incomplete) == (Outcome.ALREADY_THERE, False)
+    assert {kind for kind, *_ in found(imported)} == {"lost"}
+    assert not imported.is_clean
+    assert await rows(store_url) == before
+
+
+async def test_a_call_that_is_there_is_not_lost_when_its_line_is_changed_later(
+    store_url: str, folder: Path
+) -> None:
+    write_rollout(folder, LINES)
+    await import_one(store_url, folder)
+    before = await rows(store_url)
+    write_rollout(folder, [LINES[0], line_of(ENTRIES[1], schema_version=2), *LINES[2:]])
+    assert (await import_one(store_url, folder)).outcome is Outcome.ALREADY_THERE
+    assert await rows(store_url) == before

@@ -60,7 +60,7 @@ class _First:
 
 
 class Walk:
-    """A walk through `files`. `written_by` and `at` sign what it writes; `event_id` makes its events unique."""
+    """A walk through `files`, which signs what it writes with `stamp`."""
 
     def __init__(
         self, key: RolloutKey, files: RolloutFiles, stamp: Stamp, *, writes: bool, max_entry_bytes: int
@@ -75,8 +75,11 @@ class Walk:
         self._verdict = Verdict(key, stamp)
         self._seen: dict[str, _First] = {}
         self._new_intents: list[str] = []
+        # Calls of which something was lost; the empty one has no name.
         self._lost: dict[str, None] = {}
-        self._evidence: list[tuple[str, str, str, str]] = []
+        # By call and second payload: what `Verdict.conflict_txn` takes.
+        self._evidence: dict[tuple[str, str], tuple[str, str, str, str]] = {}
+        self._conflicting: set[str] = set()
         self._sequences = KnownSequences()
         self._rows: list[dict[str, Any]] = []
         self._row_bytes = 0
@@ -95,6 +98,7 @@ class Walk:
             self._verdict.lock_txn(connection)
             # Again, for nobody else writes from now on.
             self._held = Held.read_txn(connection, self._key)
+        self._conflicting = {call for call, _ in self._held.conflicts}
         state = self._state()
         if state is not None:
             self._found.state = "retired" if state.retired else "frozen" if state.frozen else "open"
@@ -128,7 +132,6 @@ class Walk:
         else:
             self._walk_calls(connection, state)
             self._walk_intents()
-            self._walk_marks(state)
             self._walk_ledger(connection)
         self._add_verdict(connection, state, same_snapshot=same_snapshot)
 
@@ -215,9 +218,9 @@ class Walk:
             f"the call has other content than in line {first.line.number} (differing: {', '.join(fields)}); that one "
             "stays, and the conflict is kept as evidence",
         )
-        evidence = (call, first.sha256, packed.sha256, ",".join(fields).replace("\0", "\ufffd"))
-        if evidence not in self._evidence:
-            self._evidence.append(evidence)
+        differing = ",".join(fields).replace("\0", "\ufffd")
+        self._evidence.setdefault((call, packed.sha256), (call, first.sha256, packed.sha256, differing))
+        self._conflicting.add(call)
 
     def _check(
         self, connection: Connection | None, line: Line, entry: TokenEntry, packed: PackedEntry
@@ -251,11 +254,7 @@ class Walk:
     def _base(self, connection: Connection | None, entry: TokenEntry) -> KnownSequence | None:
         """Return the sequence of the parent, if the parent is there and has one content only."""
         parent = entry.parent_call_id
-        if (
-            parent is None
-            or parent == entry.model_call_id
-            or any(parent == each[0] for each in self._evidence)
-        ):
+        if parent is None or parent == entry.model_call_id or parent in self._conflicting:
             return None
         known = self._sequences.find(self._key, parent)
         is_stored = parent in self._held.calls or (self._writes and parent in self._seen)
@@ -322,11 +321,14 @@ class Walk:
                 )
         self._changes += len(self._new_intents)
 
-    def _walk_marks(self, state: State | None) -> None:
+    def _marks(self, state: State | None, *, same_snapshot: bool) -> list[str]:
+        """Return the calls for which the rollout is to be marked, of which some may be marked already."""
         named = [call if is_call_id(call) else "" for _, call in _names(self._files.marks)]
-        if state is not None and state.incomplete and not (named or self._evidence or self._lost):
+        # What the database holds is not lost because a file was damaged since.
+        damaged = [] if same_snapshot else [call for call in self._lost if call not in self._held.calls]
+        if state is not None and state.incomplete and not (named or self._evidence or damaged):
             named = [""]  # as after a conflict, of which Gym's files keep nothing else
-        self._lost = dict.fromkeys([*named, *self._lost])
+        return list(dict.fromkeys([*named, *damaged]))
 
     def _walk_ledger(self, connection: Connection | None) -> None:
         path = self._files.ledger
@@ -363,14 +365,15 @@ class Walk:
         self, connection: Connection | None, state: State | None, *, same_snapshot: bool
     ) -> None:
         """Add intents, marks and evidence, and then the fence of the files."""
-        marks = [call for call in self._lost if call not in self._held.marks]
-        evidence = [each for each in self._evidence if (each[0], each[2]) not in self._held.conflicts]
+        all_marks = self._marks(state, same_snapshot=same_snapshot)
+        marks = [call for call in all_marks if call not in self._held.marks]
+        evidence = [each for known, each in self._evidence.items() if known not in self._held.conflicts]
         self._changes += len(marks) + len(evidence)
         announced = {*self._held.intents, *self._new_intents}
         refused = {call for call, code in self._held.intents.items() if code is not None}
         dangling = announced - refused - self._held.calls.keys() - self._seen.keys()
         held = self._held.fence
-        incomplete = bool(self._lost or self._evidence or (held is not None and held.incomplete))
+        incomplete = bool(all_marks or self._evidence or (held is not None and held.incomplete))
         freezes = state is not None and (state.frozen or state.retired)
         if state is not None and state.retired:
             incomplete = incomplete or state.incomplete
