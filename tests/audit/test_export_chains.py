@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import text, update
 
 from tests.audit.exports import (
     RUN,
@@ -323,6 +323,27 @@ async def test_a_corrupt_staged_call_leaves_its_rollout_out(store_url: str, tmp_
     report = await export(store_url, tmp_path / "out")
     assert left_out(tmp_path / "out") == [("r", "", "corrupt")]
     assert not report.ok
+
+
+@pytest.mark.parametrize("form", ["parquet", "calls", "gym"])
+@pytest.mark.parametrize("column", ["digest", "staging_chain", "committed_at"])
+async def test_a_ledger_row_that_makes_no_sense_leaves_its_rollout_out_and_the_others_go_on(
+    sqlite_url: str, tmp_path: Path, form: Any, column: str
+) -> None:
+    await put_staged(sqlite_url, staged_rollout())
+    await put_rollout(sqlite_url, [make_entry("s")])
+    await run_sql(
+        sqlite_url, text(f"UPDATE ledger_calls SET {column} = 'nonsense' WHERE model_call_id = 'a'")
+    )
+    report = await export(sqlite_url, tmp_path / "out", ExportOptions(format=form))
+    exported = [
+        each["rollout_id"] for part in manifest(tmp_path / "out")["parts"] for each in part["rollouts"]
+    ]
+    corrupt = [rollout_id for rollout_id, _, reason in left_out(tmp_path / "out") if reason == "corrupt"]
+    # A format that has no use for the column carries the rest.
+    assert (sorted(exported), corrupt) in ((["s"], ["r"]), (["r", "s"], []))
+    needed = column != {"parquet": "staging_chain", "calls": "digest", "gym": ""}[form]
+    assert bool(corrupt) is needed is not report.ok
 
 
 async def test_complete_records_come_before_staged_calls_of_the_same_rollout(

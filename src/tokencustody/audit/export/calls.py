@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from tokencustody.audit.export.folder import ExportFolder
-from tokencustody.audit.export.reading import FrozenRollout
+from tokencustody.audit.export.reading import FrozenRollout, making_sense
 from tokencustody.audit.export.report import Exported, LeftOut, Why
 from tokencustody.sql.exact_json import encode_json
 from tokencustody.sql.staged_codec import unpack_call
@@ -38,32 +38,11 @@ class CallsPart:
     def add(self, rollout: FrozenRollout) -> tuple[Exported | None, list[LeftOut]]:
         """Add the calls of a rollout; return what the file now holds of it, and what it does not.
 
-        Raises CorruptEntryError that names a staged call whose bytes are not those that were staged.
+        Raises CorruptEntryError, with nothing added, for rows that are not what was written.
         """
-        lines, left_out = [], []
-        tokens = sampled = 0
-        for entry in rollout.entries:
-            facts = rollout.calls[entry.model_call_id]
-            about = {
-                "committed_at": facts.committed_at.isoformat(),
-                "written_by": facts.written_by,
-                "payload_sha256": facts.payload_sha256,
-                "conflicting": facts.is_conflicting,
-            }
-            lines.append(self._line(rollout, entry.model_call_id, "records", about, "entry", dict(entry)))
-            tokens += len(entry.prompt_token_ids) + len(entry.generation_token_ids)
-            sampled += len(entry.generation_token_ids)
-        for call in rollout.ledger:
-            if call in rollout.calls:
-                continue
-            if call not in rollout.staged:
-                left_out.append(LeftOut.of(rollout.key, Why.STAGED_CALL_MISSING, call))
-                continue
-            staged = unpack_call(rollout.staged[call])
-            about = {"payload_sha256": rollout.staged[call].payload_sha256}
-            lines.append(self._line(rollout, call, "ledger", about, "staged", staged.model_dump()))
-            tokens += staged.delta_len
-            sampled += int(sum(staged.token_mask_delta))
+        left_out: list[LeftOut] = []
+        with making_sense(rollout.key):
+            lines, tokens, sampled = self._lines(rollout, left_out)
         lost = [row for row in rollout.ledger_failures if row.model_call_id not in rollout.calls]
         left_out += [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in lost]
         if not lines:
@@ -94,6 +73,34 @@ class CallsPart:
     def abandon(self) -> None:
         """Let go of the file, which stays unfinished."""
         self._folder.discard(self._stream)
+
+    def _lines(self, rollout: FrozenRollout, left_out: list[LeftOut]) -> tuple[list[bytes], int, int]:
+        """Return the lines of the rollout, and how many tokens they hold and how many of these were sampled."""
+        lines = []
+        tokens = sampled = 0
+        for entry in rollout.entries:
+            facts = rollout.calls[entry.model_call_id]
+            about = {
+                "committed_at": facts.committed_at.isoformat(),
+                "written_by": facts.written_by,
+                "payload_sha256": facts.payload_sha256,
+                "conflicting": facts.is_conflicting,
+            }
+            lines.append(self._line(rollout, entry.model_call_id, "records", about, "entry", dict(entry)))
+            tokens += len(entry.prompt_token_ids) + len(entry.generation_token_ids)
+            sampled += len(entry.generation_token_ids)
+        for call in rollout.ledger:
+            if call in rollout.calls:
+                continue
+            if call not in rollout.staged:
+                left_out.append(LeftOut.of(rollout.key, Why.STAGED_CALL_MISSING, call))
+                continue
+            staged = unpack_call(rollout.staged[call])
+            about = {"payload_sha256": rollout.staged[call].payload_sha256}
+            lines.append(self._line(rollout, call, "ledger", about, "staged", staged.model_dump()))
+            tokens += staged.delta_len
+            sampled += int(sum(staged.token_mask_delta))
+        return lines, tokens, sampled
 
     def _line(
         self,

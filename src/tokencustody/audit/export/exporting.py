@@ -22,7 +22,7 @@ from tokencustody.audit.export.gym import GymPart
 from tokencustody.audit.export.handover import ExportMarks, HandOver
 from tokencustody.audit.export.options import ExportOptions, Format
 from tokencustody.audit.export.parquet import ParquetPart, require_pyarrow
-from tokencustody.audit.export.reading import FrozenRollout, RolloutRows, rollout_txn
+from tokencustody.audit.export.reading import FrozenRollout, RolloutRows, making_sense, rollout_txn
 from tokencustody.audit.export.report import (
     Exported,
     ExportError,
@@ -224,7 +224,11 @@ class _Export:
         if state is FenceState.RETIRED and self._options.rollout_ids is None:
             return  # nothing is left of it, and a database may have millions
         read = partial(rollout_txn, key=key, include_incomplete=self._options.include_incomplete)
-        rows = await self._database.read(read)
+        try:
+            rows = await self._database.read(read)
+        except CorruptEntryError as exc:
+            self._left_out.append(_corrupt(key, exc))
+            return
         why = self._why_not(rows)
         if rows is None or why is not None:
             self._left_out.append(LeftOut.of(key, why or Why.UNKNOWN))
@@ -234,7 +238,7 @@ class _Export:
         try:
             exported, left_out = await asyncio.shield(adding)
         except CorruptEntryError as exc:
-            exported, left_out = None, [LeftOut.of(key, Why.CORRUPT, detail=str(exc)[:500])]
+            exported, left_out = None, [_corrupt(key, exc)]
         finally:
             await asyncio.wait([adding])
         if exported is not None:
@@ -242,8 +246,10 @@ class _Export:
         self._left_out += left_out
 
     def _decode_and_add(self, rows: RolloutRows) -> tuple[Exported | None, list[LeftOut]]:
+        with making_sense(rows.key):
+            rollout = rows.unpack()
         with saying(self._folder.path):
-            return self._writer.add(rows.unpack())
+            return self._writer.add(rollout)
 
     def _why_not(self, rows: RolloutRows | None) -> Why | None:
         if rows is None:
@@ -332,6 +338,10 @@ class _Export:
         )
         parts = manifest["parts"]
         return report, [Exported(**each) for part in parts for each in part["rollouts"]]
+
+
+def _corrupt(key: RolloutKey, exc: CorruptEntryError) -> LeftOut:
+    return LeftOut.of(key, Why.CORRUPT, detail=str(exc)[:500])
 
 
 def _identity(url: DatabaseUrl) -> str:

@@ -50,6 +50,8 @@ class ExportFolder:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         finally:
+            for temporary, _, _ in self._written:
+                temporary.unlink(missing_ok=True)
             os.close(descriptor)
 
     def manifest(self) -> tuple[dict[str, Any], str] | None:

@@ -12,8 +12,9 @@ from typing import Any
 
 from tokencustody.audit.export.calls import sorted_json, strict_json
 from tokencustody.audit.export.folder import ExportFolder
-from tokencustody.audit.export.reading import FrozenRollout
+from tokencustody.audit.export.reading import FrozenRollout, making_sense
 from tokencustody.audit.export.report import Exported, LeftOut, Why
+from tokencustody.store.ledger import manifest_of
 
 # As long as a file name may be, and the longest ending.
 _LONGEST_ROLLOUT_ID = 255 - len(".tokens.state.json")
@@ -72,7 +73,11 @@ class GymPart:
             lines[entry.model_call_id] = sorted_json(fields)
         if problem is not None:
             return None, [LeftOut.of(key, Why.GYM_CANNOT_CARRY, *problem)]
-        self._write(rollout, lines)
+        with making_sense(key):
+            # Gym reads no line of which this is an error.
+            manifest_of(key.rollout_id, list(rollout.ledger.values()), rollout.ledger_failures)
+            ledger = [_lineage_line(row) for row in rollout.ledger.values()]
+        self._write(rollout, lines, ledger)
         self.rows += len(lines)
         generated = sum(len(entry.generation_token_ids) for entry in rollout.entries)
         exported = Exported(
@@ -96,11 +101,10 @@ class GymPart:
     def abandon(self) -> None:
         """Nothing: each file was closed when it was written."""
 
-    def _write(self, rollout: FrozenRollout, lines: dict[str, bytes]) -> None:
+    def _write(self, rollout: FrozenRollout, lines: dict[str, bytes], ledger: list[dict[str, Any]]) -> None:
         records = b"".join(line + b"\n" for line in lines.values())
         stem = rollout.key.rollout_id
-        ledger = [_lineage_line(row) for row in rollout.ledger.values()]
-        ledger += [
+        failures = [
             {"failure_reason": row.reason, "model_call_id": row.model_call_id}
             for row in rollout.ledger_failures
         ]
@@ -118,8 +122,10 @@ class GymPart:
             self._file(f"{stem}.tokens.intents", _one_a_line(rollout.intents))
         if rollout.failed:
             self._file(f"{stem}.tokens.incomplete", _one_a_line(rollout.failed))
-        if ledger:
-            self._file(f"{stem}.lineage.jsonl", b"".join(sorted_json(row) + b"\n" for row in ledger))
+        if ledger or failures:
+            self._file(
+                f"{stem}.lineage.jsonl", b"".join(sorted_json(row) + b"\n" for row in [*ledger, *failures])
+            )
         # Last, so that it is renamed last.
         self._file(f"{stem}.tokens.state.json", sorted_json(state) + b"\n")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokencustody.audit.export.chains import Chain, Forest, SharedCalls
 from tokencustody.audit.export.folder import ExportFolder
-from tokencustody.audit.export.reading import FrozenRollout
+from tokencustody.audit.export.reading import FrozenRollout, making_sense
 from tokencustody.audit.export.report import Exported, ExportError, LeftOut, Why
 from tokencustody.audit.export.rewards import Rewards
 from tokencustody.audit.export.staged import staged_chain
@@ -120,16 +120,20 @@ class ParquetPart:
         )
 
     def add(self, rollout: FrozenRollout) -> tuple[Exported | None, list[LeftOut]]:
-        """Add the chains of a rollout; return what the file now holds of it, and what it does not."""
+        """Add the chains of a rollout; return what the file now holds of it, and what it does not.
+
+        Raises CorruptEntryError, with nothing added, for rows that are not what was written.
+        """
         lost = [row for row in rollout.ledger_failures if row.model_call_id not in rollout.calls]
         if rollout.entries and lost:
             return None, [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in lost]
-        if rollout.is_staged_only:
-            chain, left_out = staged_chain(rollout)
-            chains = iter(() if chain is None else (chain,))
-        else:
-            forest = Forest(rollout)
-            chains, left_out = forest.chains(self._shared), forest.left_out
+        with making_sense(rollout.key):
+            if rollout.is_staged_only:
+                chain, left_out = staged_chain(rollout)
+                chains = iter(() if chain is None else (chain,))
+            else:
+                forest = Forest(rollout)
+                chains, left_out = forest.chains(self._shared), forest.left_out
         rows = tokens = trained = 0
         calls: set[str] = set()
         source = ""

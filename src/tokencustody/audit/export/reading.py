@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, select, tuple_
 
+from tokencustody.errors import CorruptEntryError
 from tokencustody.records import TokenEntry
 from tokencustody.sql.chains import unpack_calls
 from tokencustody.sql.tables import (
@@ -39,6 +41,19 @@ _INTENTS = select(intents.c.model_call_id).where(of_rollout(intents), intents.c.
 _FAILURES = select(failures.c.model_call_id).where(of_rollout(failures)).order_by(failures.c.version)
 # Two parameters for each key, of which the databases take about 32,766.
 _KEYS_PER_QUERY = 1000
+
+
+@contextmanager
+def making_sense(key: RolloutKey) -> Iterator[None]:
+    """Raise CorruptEntryError where rows of the rollout say what this library does not write."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError) as exc:
+        # Not its words, which may quote values.
+        raise CorruptEntryError(
+            f"rollout {key.rollout_id} of run {key.run} holds what this library does not write "
+            f"({type(exc).__name__}); look with tokencustody verify, and restore it from a backup"
+        ) from exc
 
 
 @dataclass(frozen=True, slots=True)
