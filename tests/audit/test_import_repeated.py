@@ -20,10 +20,12 @@ from tests.audit.gym_folders import (
 )
 from tests.audit.killed import killed_at
 from tests.audit.rich import execute, rows
+from tests.support.entries import make_entry
 from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
 from tokencustody.audit.gym_import import Outcome, importing
 from tokencustody.records import TokenEntry
+from tokencustody.sql.codec import differing_fields
 from tokencustody.sql.tables import entries, fences
 from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import parse_url
@@ -289,3 +291,17 @@ async def test_a_call_that_is_there_is_not_lost_when_its_line_is_changed_later(
     write_rollout(folder, [LINES[0], line_of(ENTRIES[1], schema_version=2), *LINES[2:]])
     assert (await import_one(store_url, folder)).outcome is Outcome.ALREADY_THERE
     assert await rows(store_url) == before
+
+
+async def test_numbers_that_strict_json_lacks_come_back_in_every_bit(store_url: str, folder: Path) -> None:
+    odd = make_entry(
+        "rollout",
+        log_probs=[float("nan"), float("-inf"), -0.0],
+        prompt=[2**64 - 1, 0],
+        wide=[2**64, 2**80, -(2**70)],
+        small={"b": 5e-324, "a": -0.0},
+    )
+    write_rollout(folder, [line_of(odd)])
+    assert (await import_one(store_url, folder)).is_clean
+    (entry,) = (await freeze(store_url)).entries
+    assert differing_fields(entry, odd) == []
