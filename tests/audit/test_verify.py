@@ -235,7 +235,15 @@ PLANTED = {
     ),
     "a version that was deleted": Planted(
         _sql("DELETE FROM snapshot_versions WHERE run = :run AND rollout_id = 'refused' AND version = 1"),
-        {("history", "refused", ""), ("refusal_history", "refused", "refused")},
+        {("refusal_history", "refused", "refused")},
+    ),
+    "a version in the middle that was deleted": Planted(
+        _sql("DELETE FROM snapshot_versions WHERE run = :run AND rollout_id = 'masked' AND version = 2"),
+        {("history", "masked", ""), ("refusal_history", "masked", "refused")},
+    ),
+    "a first version that was deleted": Planted(
+        _sql("DELETE FROM snapshot_versions WHERE run = :run AND rollout_id = 'tree'"),
+        {("history", "tree", ""), ("fence_times", "tree", "")},
     ),
     "a last version that was deleted": Planted(
         _sql("DELETE FROM snapshot_versions WHERE run = :run AND rollout_id = 'linear' AND version = 1"),
