@@ -7,17 +7,18 @@ import re
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
-from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, ResourceClosedError
+import asyncpg
+from sqlalchemy.util import await_only, greenlet_spawn
 
-from tokencustody.audit.functions import connect
+from tokencustody.audit import functions
 from tokencustody.sql import migrate
+from tokencustody.sql.engine import DEFAULT_DEADLINE
 from tokencustody.sql.faults import classify, unavailable
-from tokencustody.sql.postgresql import migration_engine
+from tokencustody.sql.postgresql import connect
 from tokencustody.sql.url import DatabaseUrl
 
 Rows = Iterator[Sequence[Any]]
@@ -73,10 +74,10 @@ class SqliteQueries:
     """Queries of a SQLite file, with the functions of `audit.functions`."""
 
     listing = "SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view') ORDER BY type DESC, name"
-    describing = "SELECT name AS column_name, type FROM pragma_table_info({})"
+    describing = "PRAGMA table_info({})"
 
     def __init__(self, url: DatabaseUrl) -> None:
-        self._connection, self._functions = connect(url)
+        self._connection, self._functions = functions.connect(url)
         # Python runs its handlers of signals only between its own steps.
         self._connection.set_progress_handler(lambda: 0, _STEPS)
 
@@ -93,11 +94,10 @@ class SqliteQueries:
                     raise KeyboardInterrupt from None
                 if self._functions.error is not None:
                     raise QueryError(str(self._functions.error)) from None
-                refused = getattr(exc, "sqlite_errorcode", None) in (
-                    sqlite3.SQLITE_AUTH,
-                    sqlite3.SQLITE_READONLY,
-                )
+                refused = "authorized" in str(exc) or "readonly" in str(exc)
                 raise QueryError(f"{exc}{': only reading is allowed here' if refused else ''}") from None
+        if interrupts:  # between the last row and here
+            raise KeyboardInterrupt
 
     def close(self) -> None:
         """Close the file."""
@@ -113,7 +113,9 @@ def _interrupting(connection: sqlite3.Connection) -> Iterator[list[int]]:
         came.append(number)
         connection.interrupt()
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield came
     finally:
@@ -121,7 +123,7 @@ def _interrupting(connection: sqlite3.Connection) -> Iterator[list[int]]:
 
 
 class PostgresqlQueries:
-    """Queries of a PostgreSQL database, each in a read-only transaction on a connection of its own.
+    """Queries of a PostgreSQL database, each in a read-only transaction that ends with a connection of its own.
 
     No setting outlives a statement, and the protocol takes one at a time, so none can end the transaction and write.
     """
@@ -147,36 +149,32 @@ class PostgresqlQueries:
         asyncio.run(self._run(statement, consume))
 
     async def _run(self, statement: str, consume: Consume) -> None:
-        def ask(connection: Connection) -> None:
-            result = connection.execution_options(yield_per=_FETCHED).exec_driver_sql(statement)
-            with suppress(ResourceClosedError):
-                columns = list(result.keys())
-                consume(columns, iter(result))
-
-        engine = migration_engine(self._url)
         try:
-            connected = False
-            try:
-                async with engine.connect() as connection:
-                    await connection.execution_options(
-                        isolation_level="REPEATABLE READ", postgresql_readonly=True
-                    )
-                    async with connection.begin():
-                        connected = True
-                        await connection.run_sync(ask)
-            except Exception as exc:
-                if not connected and classify(exc) is not None:
-                    raise unavailable(self._url, exc) from exc
-                if isinstance(exc, DBAPIError):
-                    raise QueryError(_said(exc)) from None
-                raise
+            connection = await connect(self._url, DEFAULT_DEADLINE)
+        except Exception as exc:
+            if classify(exc) is not None:
+                raise unavailable(self._url, exc) from exc
+            raise
+        try:
+            # Never committed: a read-only transaction lets large objects be made.
+            await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            prepared = await connection.prepare(statement)
+            columns = [attribute.name for attribute in prepared.get_attributes()]
+            cursor = await prepared.cursor()
+            if columns:
+                await greenlet_spawn(consume, columns, _fetched(cursor))
+            else:
+                await cursor.fetch(1)
+        except asyncpg.PostgresError as exc:
+            raise QueryError(str(exc).splitlines()[0]) from None
         finally:
-            await engine.dispose()
+            # After a Ctrl-C this waits until the server has been told to stop.
+            await connection.close(timeout=DEFAULT_DEADLINE)
 
     def close(self) -> None:
         """Nothing is kept open."""
 
 
-def _said(exc: DBAPIError) -> str:
-    cause = getattr(exc.orig, "__cause__", None) or exc.orig
-    return str(cause).strip().splitlines()[0]
+def _fetched(cursor: Any) -> Rows:
+    while rows := await_only(cursor.fetch(_FETCHED)):
+        yield from rows

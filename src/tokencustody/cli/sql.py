@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -62,6 +63,9 @@ def sql(
 
     if as_json and as_csv:
         raise typer.BadParameter("give one of --json and --csv")
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        # Ctrl-C cancels a query instead of ending the program.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     show: Show = _json if as_json else _csv if as_csv else _table(full=full)
     queries = open_queries(parse_url(url))
     try:

@@ -212,7 +212,8 @@ SELECT f.run, f.rollout_id, {_LINEAGE_COLUMNS},
        json_extract(t.value, '$[5]') AS missing_call_id
   FROM fences AS f
  CROSS JOIN json_each(({_BELOW_TOPS}
-         SELECT json_group_array(json_array(c.model_call_id, c.depth, c.root_call_id, c.path, c.ending, c.missing_call_id))
+         SELECT json_group_array(json_array(c.model_call_id, c.depth, c.root_call_id, c.path, c.ending,
+                                            c.missing_call_id))
            FROM (SELECT b.model_call_id, max(b.depth) AS depth, max(b.root_call_id) AS root_call_id,
                         max(b.path) AS path, coalesce(max(b.ending), 'circle') AS ending,
                         max(b.missing_call_id) AS missing_call_id

@@ -116,36 +116,38 @@ def migration_engine(url: DatabaseUrl) -> AsyncEngine:
     return _engine(url, DEFAULT_DEADLINE, command_timeout=None, poolclass=NullPool)
 
 
+async def connect(url: DatabaseUrl, deadline: float, *, command_timeout: float | None = None) -> Any:
+    """Return a connection of the driver; close it. `deadline`, in seconds, is for connecting alone."""
+    connecting: Callable[..., Any] = asyncpg.connect
+    cache = {} if url.statement_cache_size is None else {"statement_cache_size": url.statement_cache_size}
+    check_files(url)
+    connection = await connecting(
+        url.dsn,
+        connection_class=_Driver,
+        timeout=min(deadline, url.connect_timeout or deadline),
+        command_timeout=command_timeout,
+        server_settings={"application_name": "tokencustody"} if "application_name=" not in url.dsn else None,
+        **cache,
+    )
+    try:
+        await _prepare(connection, url, deadline)
+    except BaseException:
+        connection.terminate()
+        raise
+    return connection
+
+
 def _engine(
     url: DatabaseUrl, deadline: float, *, command_timeout: float | None, **options: Any
 ) -> AsyncEngine:
-    cache = {} if url.statement_cache_size is None else {"statement_cache_size": url.statement_cache_size}
     prepared = (
         {}
         if url.statement_cache_size is None
         else {"prepared_statement_cache_size": url.statement_cache_size}
     )
 
-    connect: Callable[..., Any] = asyncpg.connect
-
     async def connect_to_dsn() -> Any:
-        check_files(url)
-        connection = await connect(
-            url.dsn,
-            connection_class=_Driver,
-            timeout=min(deadline, url.connect_timeout or deadline),
-            command_timeout=command_timeout,
-            server_settings={"application_name": "tokencustody"}
-            if "application_name=" not in url.dsn
-            else None,
-            **cache,
-        )
-        try:
-            await _prepare(connection, url, deadline)
-        except BaseException:
-            connection.terminate()
-            raise
-        return connection
+        return await connect(url, deadline, command_timeout=command_timeout)
 
     engine = create_async_engine(
         "postgresql+asyncpg://",
