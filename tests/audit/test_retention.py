@@ -429,7 +429,7 @@ async def test_what_the_ledger_of_another_rollout_names_after_an_import_stays(
     assert await staged_in(store_url) == ["origin/a", "origin/b"]
 
 
-@pytest.mark.parametrize("happens", ["staged", "recorded", "deleted and staged anew"])
+@pytest.mark.parametrize("happens", ["staged", "recorded", "opened", "deleted and staged anew"])
 async def test_what_is_staged_or_recorded_between_the_listing_and_the_removal_stays(
     store: CaptureStore,
     retention: Retention,
@@ -446,6 +446,8 @@ async def test_what_is_staged_or_recorded_between_the_listing_and_the_removal_st
             match happens:
                 case "staged":
                     await put_staged(store, "r", "c")
+                case "opened":
+                    await store.sink.begin_call("r", "a")
                 case "recorded":
                     await store.lineage.record(make_commit("r", "a"))
                     await store.source.freeze("r")
@@ -457,7 +459,8 @@ async def test_what_is_staged_or_recorded_between_the_listing_and_the_removal_st
     monkeypatch.setattr(Retention, "_with_orphans", with_orphans)
     settled: list[Settled] = []
     await retention.collect(before, settled.append)
-    assert await staged_in(store_url) == (["r/c"] if happens == "staged" else ["r/a"])
+    stays = {"staged": ["r/c"], "opened": ["r/a", "r/b"]}
+    assert await staged_in(store_url) == stays.get(happens, ["r/a"])
 
 
 async def test_a_staged_call_cannot_be_deleted_and_staged_anew_while_it_is_collected(
