@@ -61,7 +61,7 @@ RULES: Mapping[Rule, str] = {
     Rule.FENCE_SNAPSHOT: "from the freeze on, fence and history name one snapshot, and none before",
     Rule.FENCE_INCOMPLETE: "the fence is incomplete if and only if a mark, a conflict or a dangling intent made it so",
     Rule.FENCE_TIMES: "the fence has the times of its state, those of its history",
-    Rule.HISTORY: "versions run from 0 without a gap but before an imported freeze, each by an event that can happen there",
+    Rule.HISTORY: "versions run from 0 without a gap, but before an imported freeze; each event can happen there",
     Rule.RETIRED_RECORDS: "a retired rollout holds no records",
     Rule.FAILURE_HISTORY: "each mark and conflict has its row in the history, and the other way round",
     Rule.REFUSAL_HISTORY: "each refusal has its row in the history, and the other way round",
