@@ -291,6 +291,7 @@ PLANTED = {
     "the position of a ledger row": Planted(
         _row("ledger_calls", "position", "c", _always(40)),
         {
+            ("ledger_hash", "staged", "c"),
             ("ledger_position", "staged", "c"),
             ("ledger_position", "staged", "d"),
         },
@@ -307,34 +308,55 @@ PLANTED = {
         _row("ledger_calls", "payload_sha256", "b", _always("x" * 64)), {("column_form", "staged", "b")}
     ),
     "a weight version in the ledger": Planted(
-        _row("ledger_calls", "weight_version", "c"), {("ledger_staged", "staged", "c")}
+        _row("ledger_calls", "weight_version", "c"),
+        {("ledger_hash", "staged", "c"), ("ledger_staged", "staged", "c")},
     ),
     "a digest in the ledger": Planted(
-        _row("ledger_calls", "digest", "c", _always(ZEROS)), {("ledger_staged", "staged", "c")}
+        _row("ledger_calls", "digest", "c", _always(ZEROS)),
+        {("ledger_hash", "staged", "c"), ("ledger_staged", "staged", "c")},
     ),
     "a weight version in a ledger that was moved": Planted(
-        _row("ledger_calls", "weight_version", "c", rollout="resumed"), {("ledger_staged", "resumed", "c")}
+        _row("ledger_calls", "weight_version", "c", rollout="resumed"),
+        {("ledger_hash", "resumed", "c"), ("ledger_staged", "resumed", "c")},
     ),
     "a chain hash in the ledger": Planted(
-        _row("ledger_calls", "chain_hash", "c", _always(ZEROS)), {("ledger_staged", "staged", "c")}
+        _row("ledger_calls", "chain_hash", "c", _always(ZEROS)),
+        {("ledger_hash", "staged", "c"), ("ledger_staged", "staged", "c")},
     ),
     "the chain hash of a parent that is staged elsewhere": Planted(
         _row("ledger_calls", "chain_hash", "b", _always(ZEROS), rollout="resumed"),
-        {("ledger_staged", "resumed", "b"), ("staged_chain", "resumed", "e")},
+        {
+            ("ledger_hash", "resumed", "b"),
+            ("ledger_staged", "resumed", "b"),
+            ("staged_chain", "resumed", "e"),
+        },
     ),
     "a staging chain": Planted(
         _row("ledger_calls", "staging_chain", "c", _always('["staged/x", "staged/b", "staged/c"]')),
-        {("ledger_chain", "staged", "c")},
+        {("ledger_hash", "staged", "c"), ("ledger_chain", "staged", "c")},
     ),
     "a staging key": Planted(
-        _row("ledger_calls", "staging_key", "c", _always("staged/x")), {("ledger_row", "staged", "c")}
+        _row("ledger_calls", "staging_key", "c", _always("staged/x")),
+        {("ledger_hash", "staged", "c"), ("ledger_row", "staged", "c")},
     ),
     "a parent in the ledger": Planted(
         _row("ledger_calls", "parent_call_id", "c", _always("d")),
-        {("ledger_staged", "staged", "c"), ("ledger_parent", "staged", "c"), ("ledger_chain", "staged", "c")},
+        {
+            ("ledger_hash", "staged", "c"),
+            ("ledger_staged", "staged", "c"),
+            ("ledger_parent", "staged", "c"),
+            ("ledger_chain", "staged", "c"),
+        },
     ),
     "a response id in the ledger, beside a complete record": Planted(
-        _row("ledger_calls", "response_id", "a"), {("ledger_entry", "staged", "a")}
+        _row("ledger_calls", "response_id", "a"),
+        {("ledger_hash", "staged", "a"), ("ledger_entry", "staged", "a")},
+    ),
+    "a response id in the ledger": Planted(
+        _row("ledger_calls", "response_id", "c"), {("ledger_hash", "staged", "c")}
+    ),
+    "another hash of a ledger row": Planted(
+        _row("ledger_calls", "payload_sha256", "b", _always(ZEROS)), {("ledger_hash", "staged", "b")}
     ),
     "a bit of a staged payload": Planted(
         _row("staged_calls", "payload", "b", _last_bit),
@@ -363,6 +385,17 @@ PLANTED = {
             " model_call_id = 'd'"
         ),
         {("staged_call", "busy", "d")},
+    ),
+    "a reason in the ledger": Planted(
+        _row("ledger_failures", "reason", "broken", flip), {("ledger_hash", "staged", "broken")}
+    ),
+    "the name of an attachment": Planted(
+        _row("staged_attachments", "name", "b", _always("other"), name="bytes"),
+        {("attachment", "staged", "b")},
+    ),
+    "an attachment of another call": Planted(
+        _row("staged_attachments", "model_call_id", "b", _always("c"), name="text"),
+        {("attachment", "staged", "c")},
     ),
     "the data of an attachment": Planted(
         _row("staged_attachments", "data", "b", name="buffer"), {("attachment", "staged", "b")}

@@ -70,7 +70,21 @@ def catalogue(url: str) -> list[str]:
         "SELECT sql FROM sqlite_master"
         " WHERE sql IS NOT NULL AND type <> 'view' AND tbl_name <> 'alembic_version'",
     )
-    return sorted(re.sub(r"\s+", " ", statement) for (statement,) in found)
+    return sorted(line for (statement,) in found for line in _parts(re.sub(r"\s+", " ", statement)))
+
+
+def _parts(creation: str) -> list[str]:
+    """Return each column and constraint of a CREATE statement, whose order SQLite's ALTER TABLE decides."""
+    head, _, body = creation.partition("(")
+    parts, depth = [""], 0
+    # What was added by ALTER TABLE has its constraint behind the column instead of in the list.
+    for char in re.sub(r"(?<! ,)(?<!,) CONSTRAINT", ", CONSTRAINT", body.rpartition(")")[0]):
+        depth += (char == "(") - (char == ")")
+        if char == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [f"{head.strip()}: {part.strip()}" for part in parts]
 
 
 def routines(url: str) -> list[str]:

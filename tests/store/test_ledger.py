@@ -14,7 +14,12 @@ from tests.store.test_transactions import Points, connection_lost, failing
 from tests.support.entries import REQUEST, continuation, make_entry
 from tests.support.ledger import make_commit
 from tokencustody import CaptureStore, TokenCaptureRetiredError, open_store
-from tokencustody.errors import InvalidRecordError, PayloadConflictError, RolloutRetiredError
+from tokencustody.errors import (
+    CorruptEntryError,
+    InvalidRecordError,
+    PayloadConflictError,
+    RolloutRetiredError,
+)
 from tokencustody.protocols import CaptureLedger
 from tokencustody.sql import tables
 from tokencustody.staging.records import RolloutManifest
@@ -202,8 +207,10 @@ async def test_a_row_without_response_id_or_chain_hash_stands_under_failures(
     for number in range(3):
         await store.lineage.record(make_commit(model_call_id=f"call-{number}"))
     await store.lineage.record_failure("rollout-1", "call-3", "worker_capture_failed")
-    await run_sql(store_url, "UPDATE ledger_calls SET response_id = NULL WHERE model_call_id = 'call-0'")
-    await run_sql(store_url, "UPDATE ledger_calls SET chain_hash = NULL WHERE model_call_id = 'call-1'")
+    # As rows of before revision 0004, which have no hash.
+    without_hash = "UPDATE ledger_calls SET row_sha256 = NULL"
+    await run_sql(store_url, f"{without_hash}, response_id = NULL WHERE model_call_id = 'call-0'")
+    await run_sql(store_url, f"{without_hash}, chain_hash = NULL WHERE model_call_id = 'call-1'")
     manifest = await store.lineage.manifest("rollout-1")
     assert calls_of(manifest) == ["call-2"]
     assert failures_of(manifest) == [
@@ -211,6 +218,27 @@ async def test_a_row_without_response_id_or_chain_hash_stands_under_failures(
         ("call-1", "ledger_row_missing_chain_hash"),
         ("call-3", "worker_capture_failed"),
     ]
+
+
+@pytest.mark.parametrize("column", ["response_id", "capture_key", "continuation_fingerprint", "written_by"])
+async def test_a_row_that_was_changed_is_corrupt_and_the_call_is_named(
+    store: CaptureStore, store_url: str, column: str
+) -> None:
+    await store.lineage.record(make_commit())
+    await store.lineage.record(make_commit(model_call_id="call-2"))
+    await run_sql(store_url, f"UPDATE ledger_calls SET {column} = 'other' WHERE model_call_id = 'call-2'")
+    for read in (store.lineage.manifest, store.lineage.export_rows):
+        with pytest.raises(CorruptEntryError, match="call-2 of rollout rollout-1: its row in the ledger"):
+            await read("rollout-1")
+
+
+async def test_a_failure_that_was_changed_is_corrupt_and_the_call_is_named(
+    store: CaptureStore, store_url: str
+) -> None:
+    await store.lineage.record_failure("rollout-1", "call-x", "worker_capture_failed")
+    await run_sql(store_url, "UPDATE ledger_failures SET reason = 'another'")
+    with pytest.raises(CorruptEntryError, match="call-x of rollout rollout-1"):
+        await store.lineage.manifest("rollout-1")
 
 
 async def test_exported_rows_come_back_in_order_and_keep_who_staged_them(

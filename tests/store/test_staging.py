@@ -351,6 +351,17 @@ async def test_extras_and_attachments_that_were_changed_in_the_database_are_erro
         staging.fetch_attachments("r/b")
 
 
+@pytest.mark.parametrize("change", ["model_call_id = 'c'", "name = 'z'", "kind = 'text'"])
+async def test_an_attachment_of_another_call_name_or_kind_is_corrupt(
+    staging: SqlStagingStore, store_url: str, change: str
+) -> None:
+    for call in "bc":
+        staging.stage(stage(call).snapshot, attachments={call: b"x"})
+    await run_sql(store_url, f"UPDATE staged_attachments SET {change} WHERE name = 'b'")
+    with pytest.raises(CorruptEntryError, match=r"attachment '[bz]' is not what was attached to this call"):
+        staging.fetch_attachments("r/c" if "call" in change else "r/b")
+
+
 # Prefixes
 
 

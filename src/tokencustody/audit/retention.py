@@ -47,7 +47,7 @@ _STAGING_KEY = _STAGED.rollout_id + "/" + _STAGED.model_call_id
 class Extent:
     """What rollouts amount to. `stored_bytes` are those of the payloads of `calls`, as they are stored.
 
-    `never_exported` counts the rollouts that no export marked at their present snapshot.
+    `never_exported` counts the rollouts that no export marked as they are now.
     """
 
     runs: tuple[str, ...] = ()

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, Select, and_, case, exists, func, or_, select
+from sqlalchemy import BigInteger, Connection, Select, and_, case, func, or_, select
 
+from tokencustody.audit.selection import IS_EXPORTED
 from tokencustody.sql.dialects import is_postgresql
 from tokencustody.sql.tables import (
     FenceState,
     entries,
-    exports,
     fences,
     ledger_calls,
     snapshot_versions,
@@ -27,7 +27,7 @@ from tokencustody.sql.transactions import Database
 class RunSummary:
     """One run. Tokens are those of complete records, a delta prompt counted as it was sent.
 
-    `exported` counts the rollouts that an export marked at their present snapshot, `orphans` the staged calls that
+    `exported` counts the rollouts that an export marked as they are now, `orphans` the staged calls that
     `SqlStagingStore.orphans` lists. `stored_bytes` are those of payloads, extras and attachments as they are stored,
     None for a role that may not read them. `first_opened` is None for a run without a rollout; `last_activity` is the
     newest write of a call, ledger row, staged call or version.
@@ -63,11 +63,6 @@ def _per_run(table: Any, *figures: Any) -> Select[Any]:
 def _statements() -> list[Select[Any]]:
     """Return one statement for each table, whose columns are named after the fields of `RunSummary`."""
     states = [_sum(case((fences.c.state == state, 1), else_=0)).label(state) for state in FenceState]
-    marked = exists().where(
-        exports.c.run == fences.c.run,
-        exports.c.rollout_id == fences.c.rollout_id,
-        exports.c.snapshot_id == fences.c.snapshot_id,
-    )
     staged = staged_calls.c
     staging_key = staged.rollout_id + "/" + staged.model_call_id
     gone_or_fenced = or_(fences.c.state.is_(None), fences.c.state != FenceState.OPEN)
@@ -85,7 +80,7 @@ def _statements() -> list[Select[Any]]:
             func.count().label("rollouts"),
             *states,
             _sum(case((fences.c.incomplete, 1), else_=0)).label("incomplete"),
-            _sum(case((marked, 1), else_=0)).label("exported"),
+            _sum(case((IS_EXPORTED, 1), else_=0)).label("exported"),
             func.min(fences.c.opened_at).label("first_opened"),
         ),
         _per_run(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, exists, func, select, tuple_
+from sqlalchemy import Connection, Row, Select, case, exists, func, select, tuple_
 
 from tokencustody.sql.tables import FenceState, exports, fences
 from tokencustody.sql.transactions import Database
@@ -16,6 +16,14 @@ from tokencustody.store.ids import check_rollout_id
 
 PAGE = 256
 
+# Whether an export marked a row of `fences` as it is now. Retirement is one more version.
+IS_EXPORTED = exists().where(
+    exports.c.run == fences.c.run,
+    exports.c.rollout_id == fences.c.rollout_id,
+    exports.c.snapshot_id == fences.c.snapshot_id,
+    exports.c.version == fences.c.version - case((fences.c.state == FenceState.RETIRED, 1), else_=0),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutFilter:
@@ -23,7 +31,7 @@ class RolloutFilter:
 
     `incomplete` asks for the recorded verdict; `prefix` is how the rollout id begins, case-sensitive. `before` asks
     for rollouts that came into their present state (opened, frozen, retired) before that time. `exported` asks whether
-    an export marked the rollout at its present snapshot. Raises InvalidRecordError for a run, rollout id or prefix
+    an export marked the rollout as it is now. Raises InvalidRecordError for a run, rollout id or prefix
     that no id can have.
     """
 
@@ -64,12 +72,7 @@ def select_fences(wanted: RolloutFilter) -> Select[Any]:
         )
         statement = statement.where(since < wanted.before)
     if wanted.exported is not None:
-        mark = exists().where(
-            exports.c.run == fences.c.run,
-            exports.c.rollout_id == fences.c.rollout_id,
-            exports.c.snapshot_id == fences.c.snapshot_id,
-        )
-        statement = statement.where(mark if wanted.exported else ~mark)
+        statement = statement.where(IS_EXPORTED if wanted.exported else ~IS_EXPORTED)
     return statement
 
 

@@ -240,12 +240,12 @@ SELECT c.run, c.rollout_id, c.position, 'call' AS kind, c.model_call_id, CAST(NU
        c.parent_call_id, c.mode, c.prev_len, c.delta_len, c.cum_len, c.weight_version, c.staging_key, c.capture_key,
        c.response_id, c.digest, c.extras_digest, c.chain_hash, c.cumulative_hash, c.output_fingerprint,
        c.continuation_fingerprint, c.fingerprint_version, c.continuation_context_len, c.continuation_context_digest,
-       c.staging_chain, c.admitted_at, c.committed_at, c.written_by, c.payload_sha256
+       c.staging_chain, c.admitted_at, c.committed_at, c.written_by, c.payload_sha256, c.row_sha256
   FROM ledger_calls AS c
 UNION ALL
 SELECT c.run, c.rollout_id, c.position, 'failure', c.model_call_id, c.reason,
        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-       NULL, NULL, c.recorded_at, c.written_by, NULL
+       NULL, NULL, c.recorded_at, c.written_by, NULL, c.row_sha256
   FROM ledger_failures AS c
 """
 
@@ -269,7 +269,10 @@ SELECT s.run, s.rollout_id, s.model_call_id, s.parent_call_id, s.mode, s.prev_le
 
 _EXPORTS = f"""
 SELECT x.run, x.rollout_id, x.export_id, x.snapshot_id, x.version, x.destination, x.manifest_sha256, x.exported_at,
-       x.written_by, coalesce(x.snapshot_id = f.snapshot_id, false) AS is_current
+       x.written_by,
+       -- Retirement is one more version.
+       coalesce(x.snapshot_id = f.snapshot_id
+                AND x.version = f.version - CASE f.state WHEN 'retired' THEN 1 ELSE 0 END, false) AS is_current
   FROM exports AS x
   JOIN fences AS f ON {_OF_ROLLOUT.format("f", "x")}
 """

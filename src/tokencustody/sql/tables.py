@@ -279,6 +279,8 @@ ledger_calls = Table(
     Column("committed_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
     Column("payload_sha256", Text, nullable=False),
+    # The hash of the other columns: see `sql.row_hash`. Rows that are older than revision 0004 have none.
+    Column("row_sha256", Text),
     PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_ledger_calls"),
     UniqueConstraint("run", "rollout_id", "position", name="uq_ledger_calls_position"),
     _belongs_to_fence("ledger_calls"),
@@ -290,6 +292,7 @@ ledger_calls = Table(
     CheckConstraint("weight_version >= 0", name="ck_ledger_calls_weight_version"),
     CheckConstraint("continuation_context_len >= 0", name="ck_ledger_calls_continuation_context_len"),
     CheckConstraint("length(payload_sha256) = 64", name="ck_ledger_calls_payload_sha256"),
+    CheckConstraint("length(row_sha256) = 64", name="ck_ledger_calls_row_sha256"),
     Index("ix_ledger_calls_continuation_fingerprint", "run", "rollout_id", "continuation_fingerprint"),
 )
 
@@ -302,11 +305,13 @@ ledger_failures = Table(
     Column("reason", Text, nullable=False),
     Column("recorded_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
+    Column("row_sha256", Text),
     PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_ledger_failures"),
     UniqueConstraint("run", "rollout_id", "position", name="uq_ledger_failures_position"),
     _belongs_to_fence("ledger_failures"),
     CheckConstraint("position >= 1", name="ck_ledger_failures_position"),
     CheckConstraint("length(reason) >= 1", name="ck_ledger_failures_reason"),
+    CheckConstraint("length(row_sha256) = 64", name="ck_ledger_failures_row_sha256"),
 )
 
 # No fence: what a worker staged outlives the rollout's records until its framework deletes it.
@@ -352,6 +357,7 @@ staged_attachments = Table(
     Column("shape", Text),
     Column("data", LargeBinary, nullable=False),
     Column("data_sha256", Text, nullable=False),
+    Column("row_sha256", Text),
     PrimaryKeyConstraint("run", "rollout_id", "model_call_id", "name", name="pk_staged_attachments"),
     ForeignKeyConstraint(
         ["run", "rollout_id", "model_call_id"],
@@ -362,6 +368,7 @@ staged_attachments = Table(
     CheckConstraint("(kind = 'buffer') = (dtype IS NOT NULL)", name="ck_staged_attachments_dtype"),
     CheckConstraint("(kind = 'buffer') = (shape IS NOT NULL)", name="ck_staged_attachments_shape"),
     CheckConstraint("length(data_sha256) = 64", name="ck_staged_attachments_data_sha256"),
+    CheckConstraint("length(row_sha256) = 64", name="ck_staged_attachments_row_sha256"),
 )
 
 # As bytes even when somebody's UPDATE, or a flipped bit, turned SQLite's BLOB into TEXT: its hash then tells.

@@ -12,9 +12,15 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from sqlalchemy import Connection, func, insert, select, union_all
 
-from tokencustody.errors import InvalidRecordError, PayloadConflictError, RolloutRetiredError
+from tokencustody.errors import (
+    CorruptEntryError,
+    InvalidRecordError,
+    PayloadConflictError,
+    RolloutRetiredError,
+)
 from tokencustody.fingerprint import conversation_digest
-from tokencustody.sql.codec import first_problem
+from tokencustody.sql.codec import first_problem, where
+from tokencustody.sql.row_hash import HASH_COLUMN, is_proven, row_sha256
 from tokencustody.sql.tables import FenceState, fences, ledger_calls, ledger_failures
 from tokencustody.staging.records import (
     LEDGER_ROW_MISSING_CHAIN_HASH_REASON,
@@ -198,7 +204,8 @@ def add_row_txn(
         )
     last = connection.scalar(_LAST_POSITION, key.named())
     signed = {"committed_at" if table is ledger_calls else "recorded_at": stamp.at, "written_by": stamp.by}
-    connection.execute(_ADD[table], {**key.columns(), **row, "position": (last or 0) + 1, **signed})
+    whole = {**key.columns(), **row, "position": (last or 0) + 1, **signed}
+    connection.execute(_ADD[table], whole | {HASH_COLUMN: row_sha256(table, whole)})
 
 
 def _row_of_commit(commit: CaptureLedgerCommit) -> dict[str, Any]:
@@ -249,8 +256,21 @@ def _call_row(
 
 
 def ledger_rows_txn(connection: Connection, key: RolloutKey) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the rows of calls and of failures, each in commit order."""
-    calls, failures = (connection.execute(rows, key.named()).all() for rows in _ROWS.values())
+    """Return the rows of calls and of failures, each in commit order.
+
+    Raises CorruptEntryError that names the first call whose row is not the one that was written.
+    """
+    found = []
+    for table, statement in _ROWS.items():
+        rows = connection.execute(statement, key.named()).all()
+        for row in rows:
+            if not is_proven(table, row):
+                raise CorruptEntryError(
+                    f"{where(key.rollout_id, row.model_call_id)}: its row in the ledger is not the one that was "
+                    "written; restore it from a backup"
+                )
+        found.append(rows)
+    calls, failures = found
     return calls, failures
 
 

@@ -22,6 +22,7 @@ from tokencustody.errors import (
 from tokencustody.sql.coalescing import Coalesce
 from tokencustody.sql.dialects import insert_if_absent, looked_up
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
+from tokencustody.sql.row_hash import HASH_COLUMN, is_proven, row_sha256
 from tokencustody.sql.staged_codec import (
     CALL_COLUMNS,
     check_payload,
@@ -101,7 +102,8 @@ class SqlStagingStore(DatabaseClient):
 
         The same record with the same attachments again is a success. Other data under the key, a record or attachment
         that cannot be stored as it is, and a database that cannot be reached give a failed result whose error says
-        which; nothing of the call is stored then. `attachments` as for `pack_attachments`; no digest covers them.
+        which; nothing of the call is stored then. `attachments` as for `pack_attachments`; the call's digest
+        does not cover them.
         A record of another implementation is checked like one of ours, and answered with that implementation's
         `StageResult`. Raises TypeError when `record` is no pydantic model or `attachments` no mapping.
         """
@@ -156,6 +158,12 @@ class SqlStagingStore(DatabaseClient):
         rows = self._background.run(lambda: self._database.read(read))
         if rows is None:
             raise StagedCallMissingError([key])
+        for row in rows:
+            if not is_proven(staged_attachments, row):
+                raise CorruptEntryError(
+                    f"{where(row)}: attachment {row.name!r} is not what was attached to this call under this name; "
+                    "restore it from a backup"
+                )
         return {row.name: unpack_attachment(row) for row in rows}
 
     def fetch_prefix_token_ids(self, staging_chain: Sequence[str]) -> list[int]:
@@ -248,14 +256,16 @@ class SqlStagingStore(DatabaseClient):
             "extras": packed.extras,
         }
 
+        attached = [identity | attachment for attachment in attachments]
+        for each in attached:
+            each[HASH_COLUMN] = row_sha256(staged_attachments, each)
+
         def store(connection: Connection) -> list[str]:
             while True:
                 stored = connection.execute(insert_if_absent(connection, staged_calls), row)
                 if stored.rowcount:
                     if attachments:
-                        connection.execute(
-                            insert(staged_attachments), [identity | attachment for attachment in attachments]
-                        )
+                        connection.execute(insert(staged_attachments), attached)
                     return []
                 found = connection.execute(
                     select(*_METADATA, *_PAYLOAD)

@@ -38,6 +38,7 @@ class Rule(StrEnum):
     PARENT_MISSING = "parent_missing"
     PARENT_CIRCLE = "parent_circle"
     PARENT_SEQUENCE = "parent_sequence"
+    LEDGER_HASH = "ledger_hash"
     LEDGER_ROW = "ledger_row"
     LEDGER_POSITION = "ledger_position"
     LEDGER_PARENT = "ledger_parent"
@@ -77,6 +78,7 @@ RULES: Mapping[Rule, str] = {
     Rule.PARENT_MISSING: "a resolved parent is stored",
     Rule.PARENT_CIRCLE: "no call is its own ancestor",
     Rule.PARENT_SEQUENCE: "a prompt whose prefix was supplied begins with the whole sequence of its parent",
+    Rule.LEDGER_HASH: "a ledger row has the SHA-256 of its columns",
     Rule.LEDGER_ROW: "a ledger row is a valid record, and its staging chain ends with its own key",
     Rule.LEDGER_POSITION: "ledger positions run from 1 without a gap, each once",
     Rule.LEDGER_PARENT: "the parent of a ledger row is recorded, and ends where the row begins",

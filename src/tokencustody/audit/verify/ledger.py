@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from tokencustody.audit.verify.calls import ProvenCall
 from tokencustody.audit.verify.findings import Found, Rule
 from tokencustody.sql.codec import first_problem
-from tokencustody.sql.tables import ledger_calls
+from tokencustody.sql.row_hash import is_proven
+from tokencustody.sql.tables import ledger_calls, ledger_failures
 from tokencustody.staging.records import CallRecord
 from tokencustody.store.fence import RolloutKey
 
@@ -64,6 +65,11 @@ def check_ledger(
     if not malformed:
         _check_positions(calls, failed, say)
     chains = {row.model_call_id: _chain(row) for row in calls}
+    for table, rows in ((ledger_calls, calls), (ledger_failures, failed)):
+        for row in rows:
+            if not is_proven(table, row):
+                text = f"it does not have the SHA-256 in row_sha256, so one of its columns was changed; {_RESTORE}"
+                say(Rule.LEDGER_HASH, row.model_call_id, text)
     for row in calls:
         call_id, chain = row.model_call_id, chains[row.model_call_id]
         problem = _problem(row, chain)

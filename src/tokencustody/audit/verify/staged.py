@@ -14,8 +14,9 @@ from tokencustody.audit.verify.findings import Found, Rule
 from tokencustody.audit.verify.sequences import TokenSequence, walk, why_not_reached
 from tokencustody.errors import CorruptEntryError
 from tokencustody.sql.id_columns import PackedIds
+from tokencustody.sql.row_hash import is_proven
 from tokencustody.sql.staged_codec import unpack_call, unpack_extras
-from tokencustody.sql.tables import AttachmentKind
+from tokencustody.sql.tables import AttachmentKind, staged_attachments
 from tokencustody.staging.digest import compute_chain_hash
 from tokencustody.staging.records import StagedCallBaseSnapshot
 from tokencustody.store.attachments import AttachedBuffer, unpack_attachment
@@ -157,6 +158,10 @@ def _problem(row: Any, staged: Collection[str]) -> str:
         return "has a dtype and a shape that do not belong to its kind"
     if hashlib.sha256(row.data).hexdigest() != row.data_sha256:
         return "does not have its SHA-256"
+    if not is_proven(staged_attachments, row):
+        return (
+            "does not have the SHA-256 in row_sha256: it was attached to another call or under another name"
+        )
     try:
         value = unpack_attachment(row)
     except CorruptEntryError:
