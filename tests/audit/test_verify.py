@@ -254,6 +254,10 @@ PLANTED = {
             ("fence_times", "linear", ""),
         },
     ),
+    "the call of a freeze": Planted(
+        _change("snapshot_versions", "model_call_id", _always("call-1"), rollout_id="linear", version=1),
+        {("history", "linear", "call-1")},
+    ),
     "the event of a version": Planted(
         _change("snapshot_versions", "event", _always("mark"), rollout_id="refused", version=1),
         {

@@ -28,6 +28,7 @@ from tokencustody.store.fence import RolloutKey
 _OF_RECORDS = (entries, intents, failures, ledger_calls, ledger_failures)
 _OF_FENCE = (snapshot_versions, *_OF_RECORDS, exports)
 _ENDS = (VersionEvent.DROP, VersionEvent.RETIRE)
+_OF_CALLS = (VersionEvent.CONFLICT, VersionEvent.MARK, VersionEvent.REFUSAL)
 _EVENT_OF = {
     FailureKind.MARK: VersionEvent.MARK,
     FailureKind.CONFLICT: VersionEvent.CONFLICT,
@@ -96,6 +97,9 @@ def _history(book: _Book) -> Broken:
     for row in book.history:
         if row.event not in allowed or (row.event == VersionEvent.OPEN) != (row.version == 0):
             text = f"version {row.version} is by the event {row.event}, which cannot happen there; {_RESTORE}"
+            yield Rule.HISTORY, row.model_call_id, text
+        if row.model_call_id and row.event not in _OF_CALLS:
+            text = f"version {row.version} is by the event {row.event}, which is of no call; {_RESTORE}"
             yield Rule.HISTORY, row.model_call_id, text
         if row.event == VersionEvent.FREEZE:
             allowed = (VersionEvent.MARK, *_ENDS)
