@@ -129,7 +129,8 @@ def test_a_file_without_tables_is_left_as_it_is(failing: Failing, command: list[
     before = text.read_bytes()
     assert "has no " in failing(*command, "--url", str(empty))
     assert "is not available: " in failing(*command, "--url", str(text))
-    assert "is not available: " in failing(*command, "--url", str(tmp_path))
+    assert failing(*command, "--url", str(tmp_path)) == f"sqlite:///{tmp_path} is a folder: name a file in it"
+    assert failing(*command, "--url", "/dev/null") == "sqlite:////dev/null is not a regular file"
     assert (empty.read_bytes(), text.read_bytes()) == (b"", before)
 
 

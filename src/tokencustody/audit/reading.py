@@ -54,7 +54,7 @@ class RolloutReader(SqlStore):
     consistent state of the database and raises StoreUnavailableError when `deadline`, in seconds, has passed.
     """
 
-    _creates = False
+    _read_only = True
 
     def __init__(self, url: str | os.PathLike[str], *, deadline: float = 10.0) -> None:
         super().__init__(url, deadline=deadline, pool_size=1)

@@ -241,7 +241,7 @@ def _read(url: DatabaseUrl, work: Callable[[Connection], Result], *, missing: Re
 def _connected(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
     try:
         if url.is_sqlite:
-            return _on_sqlite(url, work, writes=writes)
+            return _on_sqlite(url, work, writes=writes, read_only=not writes)
         return _blocking(_on_postgresql(url, work, writes=writes))
     except Exception as exc:
         if classify(exc) is not None:
@@ -261,7 +261,7 @@ def _on_sqlite(
     read_only: bool = False,
 ) -> Result:
     with _turn:
-        sqlite.refuse_lost_file(url)
+        sqlite.refuse_no_file(url)
         if writes:
             sqlite.create_file(url)
         # Not the store's engine: that one sets the journal mode, and may find itself in someone else's file.
@@ -321,7 +321,7 @@ def _parsed(url: Url) -> DatabaseUrl:
 def _is_missing(url: DatabaseUrl) -> bool:
     if not url.is_sqlite:
         return False
-    sqlite.refuse_lost_file(url)
+    sqlite.refuse_no_file(url)
     try:
         return not Path(url.dsn).exists()
     except OSError as exc:

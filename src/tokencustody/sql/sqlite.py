@@ -224,18 +224,24 @@ class _RollingBack(sqlite3.Connection):
 
 
 def archive_stamp(url: DatabaseUrl) -> tuple[int, int] | None:
-    """Return the time and size of a file that lies without a log in a folder where nothing can be created, else None.
+    """Return the time and size of a file that lies alone in a folder where nothing can be created, else None.
 
-    SQLite reads such a file only as immutable, without locks: then this must stay the same.
+    SQLite reads such a file only as immutable, without locks: then this must stay the same. Beside its log, or the
+    journal of a transaction that did not end, it is not all there is to read.
     """
     file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
     try:
-        if os.access(file.parent, os.W_OK) or log.exists():
+        if os.access(file.parent, os.W_OK) or log.exists() or _has_journal(url):
             return None
         status = file.stat()
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size
+
+
+def _has_journal(url: DatabaseUrl) -> bool:
+    journal = Path(f"{url.dsn}-journal")
+    return journal.exists() and journal.stat().st_size > 0
 
 
 def file_engine(
@@ -245,9 +251,9 @@ def file_engine(
 
     A connection waits `timeout` seconds for a lock, and never creates the file: that would be empty, and readable by
     whoever the umask lets. With `read_only` the file stays as it is: the last of other connections would move what a
-    log holds into it.
+    log holds into it. Only what a transaction that did not end left in the file goes, without which none can read it.
     """
-    query = {"mode": "ro" if read_only else "rw", "uri": "true"}
+    query = {"mode": "ro" if read_only and not _has_journal(url) else "rw", "uri": "true"}
     if read_only and archive_stamp(url) is not None:
         query["immutable"] = "1"
     engine = create_engine(
@@ -272,9 +278,19 @@ def file_engine(
     return engine
 
 
-def refuse_lost_file(url: DatabaseUrl) -> None:
-    """Raise StoreUnavailableError where only the log of a SQLite file is left, which SQLite would delete."""
+def refuse_no_file(url: DatabaseUrl) -> None:
+    """Raise StoreUnavailableError for what is no file, or where only the log of one is left, which SQLite would delete.
+
+    Nothing is raised for a file that does not exist at all.
+    """
     file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
+    try:
+        is_other = file.exists() and not file.is_file()
+    except OSError:
+        return
+    if is_other:
+        kind = "a folder: name a file in it" if file.is_dir() else "not a regular file"
+        raise StoreUnavailableError(f"{url.display} is {kind}")
     try:
         is_lost = log.stat().st_size > 0 and not (file.exists() and file.stat().st_size)
     except OSError:

@@ -36,7 +36,9 @@ class DatabaseClient:
     `max_entry_bytes` is refused with EntryTooLargeError.
     """
 
+    # Whether a SQLite file that does not exist is made, and whether nothing at all is written.
     _creates = True
+    _read_only = False
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class DatabaseClient:
             pool_size=pool_size,
             coalesce=coalesce,
             creates=self._creates,
+            read_only=self._read_only,
         )
         root = spill_root(spill)
         self._replayer = None if root is None else Replayer(self._database, Spill(root, self._database.url))
