@@ -5,8 +5,6 @@ The files hold signatures, which `--help` needs, and import what does the work w
 
 from __future__ import annotations
 
-import io
-import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -18,6 +16,7 @@ from tokencustody.cli.db import db
 from tokencustody.cli.demo import demo
 from tokencustody.cli.export import export
 from tokencustody.cli.imports import import_
+from tokencustody.cli.output import OutputError, checked_output
 from tokencustody.cli.printing import print_error
 from tokencustody.cli.retention import delete, gc, retire
 from tokencustody.cli.roles import grant, revoke, roles
@@ -74,13 +73,11 @@ app.command()(demo)
 
 def main() -> None:
     """Run the command line; an expected error is one line on stderr and exit code 1."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A call id may hold any character; a terminal that has no glyph for one is no reason to fail.
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app()
+        with checked_output():
+            app()
     except Exception as exc:
-        if not is_expected(exc):
+        if not isinstance(exc, OutputError) and not is_expected(exc):
             raise
         print_error(exc)
         raise SystemExit(1) from None
