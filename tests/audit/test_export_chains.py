@@ -332,9 +332,9 @@ async def test_a_ledger_row_that_makes_no_sense_leaves_its_rollout_out_and_the_o
 ) -> None:
     await put_staged(sqlite_url, staged_rollout())
     await put_rollout(sqlite_url, [make_entry("s")])
-    await run_sql(
-        sqlite_url, text(f"UPDATE ledger_calls SET {column} = 'nonsense' WHERE model_call_id = 'a'")
-    )
+    # As a row of before revision 0004, which has no hash.
+    nonsense = f"UPDATE ledger_calls SET row_sha256 = NULL, {column} = 'nonsense' WHERE model_call_id = 'a'"
+    await run_sql(sqlite_url, text(nonsense))
     report = await export(sqlite_url, tmp_path / "out", ExportOptions(format=form))
     exported = [
         each["rollout_id"] for part in manifest(tmp_path / "out")["parts"] for each in part["rollouts"]
@@ -344,6 +344,15 @@ async def test_a_ledger_row_that_makes_no_sense_leaves_its_rollout_out_and_the_o
     assert (sorted(exported), corrupt) in ((["s"], ["r"]), (["r", "s"], []))
     needed = column != {"parquet": "staging_chain", "calls": "digest", "gym": ""}[form]
     assert bool(corrupt) is needed is not report.ok
+
+
+@pytest.mark.parametrize("form", ["parquet", "calls", "gym"])
+async def test_a_changed_ledger_row_leaves_its_rollout_out(sqlite_url: str, tmp_path: Path, form: Any) -> None:
+    await put_staged(sqlite_url, staged_rollout())
+    await run_sql(sqlite_url, text("UPDATE ledger_calls SET response_id = 'other' WHERE model_call_id = 'a'"))
+    report = await export(sqlite_url, tmp_path / "out", ExportOptions(format=form))
+    assert left_out(tmp_path / "out") == [("r", "", "corrupt")]
+    assert not report.ok
 
 
 async def test_complete_records_come_before_staged_calls_of_the_same_rollout(
