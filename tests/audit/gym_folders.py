@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tokencustody.audit import RolloutFilter, verify
 from tokencustody.audit.gym_import import GymImporter, ImportedRollout, ImportReport
+from tokencustody.audit.verify import Rule
 from tokencustody.protocols import TokenCaptureSnapshot
 from tokencustody.records import TokenEntry
 from tokencustody.store import SqlTokenSource
+
+_OF_FENCES = {
+    rule
+    for rule in Rule
+    if rule.startswith(("fence_", "conflict_")) or rule.endswith(("history", "_records"))
+}
 
 
 def line_of(entry: TokenEntry, **changes: Any) -> bytes:
@@ -62,9 +71,13 @@ def state_of(lines: dict[str, bytes], **changes: Any) -> dict[str, Any]:
 
 
 async def import_folder(url: str, folder: Path, run: str = "default", **options: Any) -> ImportReport:
-    """Import a folder."""
+    """Import a folder; whatever its files say, what the database then says of the rollouts can have happened."""
     async with GymImporter(url, run=run) as importer:
-        return await importer.import_folder(folder, **options)
+        report = await importer.import_folder(folder, **options)
+    if report.rollouts and not options.get("dry_run"):
+        verified = await asyncio.to_thread(verify, url, RolloutFilter(run=run), jobs=1)
+        assert not [each for each in verified.findings if each.rule in _OF_FENCES]
+    return report
 
 
 async def import_one(url: str, folder: Path, **options: Any) -> ImportedRollout:

@@ -293,6 +293,17 @@ async def test_a_call_that_is_there_is_not_lost_when_its_line_is_changed_later(
     assert await rows(store_url) == before
 
 
+async def test_a_second_content_of_a_call_that_is_frozen_is_kept_as_evidence_in_a_later_version(
+    store_url: str, folder: Path
+) -> None:
+    write_rollout(folder, LINES, state=FROZEN)
+    await import_one(store_url, folder)
+    write_rollout(folder, [*LINES, line_of(ENTRIES[0], model="another")], state=FROZEN)
+    assert (await import_one(store_url, folder)).outcome is Outcome.ADDED
+    snapshot = await freeze(store_url)
+    assert (snapshot.snapshot_id, snapshot.version, snapshot.incomplete) == ("snapshot-1", 6, True)
+
+
 async def test_numbers_that_strict_json_lacks_come_back_in_every_bit(store_url: str, folder: Path) -> None:
     odd = make_entry(
         "rollout",

@@ -102,7 +102,8 @@ def _history(book: _Book) -> Broken:
             text = f"version {row.version} is by the event {row.event}, which is of no call; {_RESTORE}"
             yield Rule.HISTORY, row.model_call_id, text
         if row.event == VersionEvent.FREEZE:
-            allowed = (VersionEvent.MARK, *_ENDS)
+            # A conflict only by an import, which keeps what the files say of a call that was frozen.
+            allowed = (VersionEvent.MARK, VersionEvent.CONFLICT, *_ENDS)
             snapshot_id = row.snapshot_id
             if snapshot_id is None:
                 yield (
