@@ -20,6 +20,8 @@ import pytest
 from tests.audit.audited import RUN, fill
 from tests.migrations import probes
 from tests.support.entries import make_entry
+from tokencustody.audit import functions
+from tokencustody.audit.queries import PostgresqlQueries, QueryError, SqliteQueries
 from tokencustody.cli import main
 from tokencustody.sql import migrate
 from tokencustody.sql.url import parse_url
@@ -86,6 +88,43 @@ def test_a_script_comes_from_standard_input_and_stops_at_the_first_fault(ask: As
     assert err.startswith("error: ")
     assert "nowhere" in err
     assert len(err.splitlines()) == 1
+
+
+HIDDEN = {
+    "sqlite": [
+        "SELECT ';'",
+        "SELECT 2 /* ; /* ; */",
+        "SELECT [;] FROM (SELECT 3 AS [;])",
+        "SELECT ';;' -- ;\n",
+    ],
+    "postgresql": [
+        "SELECT $$;$$",
+        "SELECT $x$ a;b $$ $x$",
+        "SELECT /* ; /* ; */ ; */ 3",
+        "/* a /* b; */ c */ SELECT E'\\';'",
+        'SELECT 4 AS "a;""b"',
+        "SELECT E'a' -- ;\n '\\';'",
+        "SELECT a$$ FROM (SELECT 5 AS a$$) AS t",
+    ],
+}
+SAID = {"sqlite": [";", 2, 3, ";;"], "postgresql": [";", " a;b $$ ", 3, "';", 4, "a';", 5]}
+
+
+def test_a_semicolon_inside_a_statement_does_not_end_it(ask: Ask, url: str) -> None:
+    dialect = parse_url(url).dialect
+    script = ";\n".join(HIDDEN[dialect])
+    for text in (script, f";{script};", f"{script}; -- the end;", f" ; /* ; */; {script};;"):
+        code, out, err = ask("--url", url, "--json", typed=text)
+        assert (code, err) == (0, "")
+        found = [
+            value
+            for part in out.split("]\n")
+            if part
+            for (value,) in map(dict.values, json.loads(part + "]"))
+        ]
+        assert found == SAID[dialect]
+    for nothing in ("", ";", " ; ;\n", "-- a comment", "/* ; */;"):
+        assert ask("--url", url, typed=nothing) == (0, "", ""), nothing
 
 
 def test_functions_decode_and_a_person_sees_arrays_shortened(ask: Ask, url: str) -> None:
@@ -163,8 +202,6 @@ READONLY_POSTGRESQL = [
     "INSERT INTO wire_schema VALUES ('x', 1)",
     "WITH gone AS (DELETE FROM fences RETURNING 1) SELECT * FROM gone",
     "EXPLAIN ANALYZE DELETE FROM fences",
-    # Two to the server, one to what splits statements here.
-    "SELECT E'\\';DELETE FROM fences;--'",
     "SELECT 1 INTO new_table",
     "SET TRANSACTION READ WRITE",
     "SET default_transaction_read_only = off",
@@ -173,6 +210,8 @@ READONLY_POSTGRESQL = [
     "ROLLBACK",
     "/* SELECT */ COMMIT",
     "\n-- SELECT\nDELETE FROM fences",
+    # One comment to the server, which would run what follows it.
+    "/* /* */ SELECT */ COPY (SELECT 1) TO '/nowhere/at-all'",
     "DO $$ BEGIN DELETE FROM fences; END $$",
     "COPY (SELECT 1) TO '/nowhere/at-all'",
     "COPY (SELECT 1) TO PROGRAM 'true'",
@@ -223,6 +262,31 @@ def test_readonly_postgresql(ask: Ask, postgres_url: str) -> None:
     assert probes.rows(postgres_url, "SELECT count(*) FROM pg_largeobject_metadata") == [(0,)]
     assert probes.rows(postgres_url, "SELECT version FROM fences") == [(0,)]
     assert probes.objects(postgres_url) == before
+
+
+def test_the_server_takes_one_statement_at_a_time(postgres_url: str) -> None:
+    asked = PostgresqlQueries(parse_url(postgres_url))
+    with pytest.raises(QueryError, match="multiple commands"):
+        asked.run("SELECT 1; COMMIT; DELETE FROM fences", lambda *_: None)
+
+
+def test_ctrl_c_that_comes_before_a_query_runs_cancels_it(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(functions.AuditFunctions):
+        error = property(lambda _: None, lambda *_: signal.raise_signal(signal.SIGINT))  # type: ignore[assignment]
+
+    migrate.upgrade(sqlite_url)
+    asked = SqliteQueries(parse_url(sqlite_url))
+    monkeypatch.setattr(asked, "_functions", object.__new__(Interrupted))
+    answered: list[object] = []
+    with pytest.raises(KeyboardInterrupt):
+        asked.run(
+            f"{SLOW['sqlite'].rstrip(';')[: -len(' FROM n')]} FROM (SELECT * FROM n LIMIT 1000000)",
+            lambda _, rows: answered.extend(rows),
+        )
+    asked.close()
+    assert answered == []
 
 
 def test_telling_pragmas_work(ask: Ask, sqlite_url: str) -> None:

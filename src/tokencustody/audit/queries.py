@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 import asyncpg
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from tokencustody.audit import functions
+from tokencustody.audit import functions, splitting
 from tokencustody.sql import migrate
 from tokencustody.sql.engine import DEFAULT_DEADLINE
 from tokencustody.sql.faults import classify, unavailable
@@ -44,6 +43,9 @@ class Queries(Protocol):
     listing: str
     describing: str
 
+    def statements(self, text: str) -> tuple[list[str], str]:
+        """Return the statements of `text` that end in a semicolon, and what follows the last of them."""
+
     def run(self, statement: str, consume: Consume) -> None:
         """Run one statement and give what it returns to `consume`, which is not called for nothing.
 
@@ -60,16 +62,6 @@ def open_queries(url: DatabaseUrl) -> Queries:
     return SqliteQueries(url) if url.is_sqlite else PostgresqlQueries(url)
 
 
-def statements(text: str) -> tuple[list[str], str]:
-    """Return the statements of `text` that end in a semicolon, and what follows the last of them."""
-    found, start = [], 0
-    for place, char in enumerate(text):
-        if char == ";" and sqlite3.complete_statement(text[start : place + 1]):
-            found.append(text[start : place + 1].strip())
-            start = place + 1
-    return found, text[start:].strip()
-
-
 class SqliteQueries:
     """Queries of a SQLite file, with the functions of `audit.functions`."""
 
@@ -78,13 +70,23 @@ class SqliteQueries:
 
     def __init__(self, url: DatabaseUrl) -> None:
         self._connection, self._functions = functions.connect(url)
-        # Python runs its handlers of signals only between its own steps.
-        self._connection.set_progress_handler(lambda: 0, _STEPS)
+
+    def statements(self, text: str) -> tuple[list[str], str]:
+        """Return the statements of `text`, as `Queries` says."""
+        found, start = [], 0
+        for place, char in enumerate(text):
+            if char == ";" and sqlite3.complete_statement(text[start : place + 1]):
+                found.append(text[start : place + 1].strip())
+                start = place + 1
+        return found, text[start:].strip()
 
     def run(self, statement: str, consume: Consume) -> None:
         """Run one statement, as `Queries` says."""
-        self._functions.error = None
-        with _interrupting(self._connection) as interrupts:
+        with _interrupting() as interrupts:
+            self._functions.error = None
+            # Python runs its handlers of signals only between its own steps. And what is interrupted before it runs
+            # would run all the same.
+            self._connection.set_progress_handler(lambda: bool(interrupts), _STEPS)
             try:
                 cursor = self._connection.execute(statement)
                 if cursor.description is not None:
@@ -105,13 +107,12 @@ class SqliteQueries:
 
 
 @contextmanager
-def _interrupting(connection: sqlite3.Connection) -> Iterator[list[int]]:
-    """Let SIGINT cancel what runs on a connection; yields the signals that came."""
+def _interrupting() -> Iterator[list[int]]:
+    """Let SIGINT raise nothing; yields the signals that came."""
     came: list[int] = []
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         came.append(number)
-        connection.interrupt()
 
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
@@ -141,10 +142,13 @@ class PostgresqlQueries:
     def __init__(self, url: DatabaseUrl) -> None:
         self._url = url
 
+    def statements(self, text: str) -> tuple[list[str], str]:
+        """Return the statements of `text`, as `Queries` says."""
+        return splitting.split(text)
+
     def run(self, statement: str, consume: Consume) -> None:
         """Run one statement, as `Queries` says."""
-        word = re.match(r"(?:\s|\(|--[^\n]*(?:\n|$)|/\*.*?\*/)*(\w*)", statement, re.DOTALL)
-        if word is None or word[1].upper() not in _QUESTIONS:
+        if splitting.first_word(statement) not in _QUESTIONS:
             raise QueryError(f"only reading is allowed here: a statement begins with {', '.join(_QUESTIONS)}")
         asyncio.run(self._run(statement, consume))
 

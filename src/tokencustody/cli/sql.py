@@ -58,7 +58,7 @@ def sql(
 
     The views named audit_ are described in docs/audit.md.
     """
-    from tokencustody.audit.queries import open_queries, statements
+    from tokencustody.audit.queries import open_queries
     from tokencustody.sql.url import parse_url
 
     if as_json and as_csv:
@@ -72,7 +72,7 @@ def sql(
         if query is None and sys.stdin.isatty():
             _prompt(queries, show)
             return
-        found, rest = statements(sys.stdin.read() if query is None else query)
+        found, rest = queries.statements(sys.stdin.read() if query is None else query)
         for statement in [*found, rest] if rest else found:
             if not _ask(queries, statement, show):
                 raise typer.Exit(1)
@@ -96,8 +96,6 @@ def _ask(queries: Queries, statement: str, show: Show) -> bool:
 
 
 def _prompt(queries: Queries, show: Show) -> None:
-    from tokencustody.audit.queries import statements
-
     typer.echo("Only reading. .help tells what there is.")
     with _history():
         typed = ""
@@ -110,7 +108,7 @@ def _prompt(queries: Queries, show: Show) -> None:
                     _command(queries, line.strip(), show)
                     continue
                 typed += f"{line}\n"
-                found, rest = statements(typed)
+                found, rest = queries.statements(typed)
                 typed = f"{rest}\n" if rest else ""
                 for statement in found:
                     _ask(queries, statement, show)
