@@ -8,8 +8,10 @@ import pytest
 
 from tests.migrations import probes
 from tokencustody import open_store
-from tokencustody.errors import SchemaMismatchError
+from tokencustody.audit.runs import summarize_runs
+from tokencustody.errors import CorruptEntryError, SchemaMismatchError
 from tokencustody.sql import migrate
+from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import parse_url
 
 
@@ -138,3 +140,24 @@ async def test_the_password_is_in_no_refusal(empty_postgres_url: str) -> None:
         secret = "not-to-be-seen"  # noqa: S105 - of nobody
         url = f"{scheme}://{user}:{secret}@{host}"
     assert secret not in await refusal(url)
+
+
+@pytest.mark.parametrize(
+    "lost", ["ALTER TABLE fences RENAME COLUMN opened_at TO begun_at", "ALTER TABLE exports RENAME TO lost"]
+)
+async def test_what_the_tables_lack_is_told_by_the_check_that_is_named(empty_url: str, lost: str) -> None:
+    migrate.upgrade(empty_url)
+    # SQLite would not rename what its views name.
+    probes.run_script(empty_url, f"DROP VIEW audit_exports; DROP VIEW audit_rollouts; {lost}")
+    database = Database(parse_url(empty_url))
+    try:
+        with pytest.raises(CorruptEntryError) as refused:
+            await summarize_runs(database)
+    finally:
+        await database.close()
+    assert f"`tokencustody db check --url {parse_url(empty_url).display}`" in str(refused.value)
+    column = lost.partition("COLUMN ")[2].partition(" ")[0]
+    assert any(
+        line.startswith(f"missing: {'fences.' + column if column else 'exports'}")
+        for line in migrate.check(empty_url)
+    )

@@ -168,24 +168,27 @@ def unavailable(
     )
 
 
+# A violated constraint; a table, a column or a function that is not there.
+_DAMAGE = ("23", "42P01", "42703", "42883")
+
+
 def damage(url: DatabaseUrl, exc: BaseException) -> CorruptEntryError | None:
     """Return the error for what a transaction could not make sense of, though its arguments had been checked before.
 
     It does not repeat what `exc` says, which may quote values. Errors of this library are not meant, and of those of
-    PostgreSQL only a constraint that refused what follows from the rows.
+    PostgreSQL only a missing table, column or function, or a constraint that refused what follows from the rows.
     """
     is_ours = type(exc).__module__ == CorruptEntryError.__module__
     is_nonsense = isinstance(exc, ValueError | TypeError | LookupError) and not is_ours
     cause = exc.orig if isinstance(exc, DBAPIError) else exc
     if url.is_sqlite and isinstance(exc, DBAPIError | sqlite3.Error):
         is_nonsense = True
-    # Class 23: an integrity constraint was violated.
-    if not is_nonsense and not str(getattr(cause, "sqlstate", "")).startswith("23"):
+    if not is_nonsense and not str(getattr(cause, "sqlstate", "")).startswith(_DAMAGE):
         return None
     kind = type(cause).__name__
     return CorruptEntryError(
-        f"{url.display} holds what this library does not write ({kind}); check the database and restore it from a "
-        "backup"
+        f"{url.display} holds what this library does not write ({kind}): `tokencustody db check --url {url.display}` "
+        "tells what is wrong with its tables; if they are right, restore it from a backup"
     )
 
 
