@@ -194,11 +194,11 @@ async def test_incomplete_rollouts_are_left_out_unless_they_are_asked_for(
     await put_rollout(store_url, [ROOT])
     async with open_store(store_url, run=RUN) as store:
         await store.sink.mark_incomplete("rollout-1", "lost-call")
+    await put_rollout(store_url, [make_entry("whole")])
     await export(store_url, tmp_path / "out")
     assert left_out(tmp_path / "out") == [("rollout-1", "", "incomplete")]
     await export(store_url, tmp_path / "all", ExportOptions(include_incomplete=True))
-    (row,) = parquet_rows(tmp_path / "all")
-    assert row["incomplete"] is True
+    assert [row["incomplete"] for row in parquet_rows(tmp_path / "all")] == [True, False]
 
 
 async def test_a_conflicting_call_is_never_exported(store_url: str, tmp_path: Path) -> None:
@@ -347,7 +347,9 @@ async def test_a_ledger_row_that_makes_no_sense_leaves_its_rollout_out_and_the_o
 
 
 @pytest.mark.parametrize("form", ["parquet", "calls", "gym"])
-async def test_a_changed_ledger_row_leaves_its_rollout_out(sqlite_url: str, tmp_path: Path, form: Any) -> None:
+async def test_a_changed_ledger_row_leaves_its_rollout_out(
+    sqlite_url: str, tmp_path: Path, form: Any
+) -> None:
     await put_staged(sqlite_url, staged_rollout())
     await run_sql(sqlite_url, text("UPDATE ledger_calls SET response_id = 'other' WHERE model_call_id = 'a'"))
     report = await export(sqlite_url, tmp_path / "out", ExportOptions(format=form))

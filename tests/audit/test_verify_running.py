@@ -70,7 +70,13 @@ def test_only_the_rollouts_that_are_meant_are_looked_at(store_url: str) -> None:
     assert looked_at(state=FenceState.RETIRED) == 4
     # Staged calls without a fence are rollouts too.
     assert looked_at(prefix="orph") == 1
-    assert looked_at(run="no-such-run") == 0
+    for nothing, problem in (
+        ({"run": "no-such-run"}, "there is no run no-such-run in .*, which has the runs run-a, run-b"),
+        ({"prefix": "no-such"}, "no rollout of .* begins with no-such"),
+        ({"run": OTHER_RUN, "state": FenceState.RETIRED}, "0 rollouts were looked at"),
+    ):
+        with pytest.raises(RolloutNotFoundError, match=problem):
+            looked_at(**nothing)
     with pytest.raises(RolloutNotFoundError, match="nobody is not in run run-a of "):
         verify(store_url, RolloutFilter(run=RUN, rollout_ids=("nobody",)))
 

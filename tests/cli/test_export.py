@@ -90,8 +90,18 @@ def test_options_choose_rollouts(store_url: str, tmp_path: Path, run: Any) -> No
 def test_what_asks_for_a_person_gives_exit_code_1(store_url: str, tmp_path: Path, run: Any) -> None:
     asyncio.run(put_linear(store_url, 2))
     unknown = run(tmp_path / "unknown", "--url", store_url, "--rollout", "typo")
-    assert (unknown.code, unknown.err) == (1, "")
-    assert "left out: unknown" in unknown.out
+    told = "rollout typo is not there, or not with what else was asked for\n"
+    assert (unknown.code, unknown.err) == (1, told)
+    assert "nothing to export" in unknown.out
+    assert not (tmp_path / "unknown").exists()
+    partly = run(
+        tmp_path / "partly", "--url", store_url, "--no-mark", "--rollout", "typo", "--rollout", "rollout-001"
+    )
+    assert (partly.code, partly.err) == (1, told)
+    assert len(parquet_rows(tmp_path / "partly")) == 1
+    assert json.loads(run(tmp_path / "x", "--url", store_url, "--rollout", "typo", "--json").out)[
+        "unknown"
+    ] == ["typo"]
     assert run(tmp_path / "out", "--url", store_url, "--no-mark").code == 0
 
     async def mark() -> None:
@@ -102,6 +112,50 @@ def test_what_asks_for_a_person_gives_exit_code_1(store_url: str, tmp_path: Path
     ended = run(tmp_path / "out", "--url", store_url, "--retire")
     assert ended.code == 1
     assert "kept: rollout rollout-001 of run run-1: changed_since" in ended.out
+
+
+def test_an_export_with_nothing_new_ends_with_0_and_leaves_no_folder_that_stops_the_next(
+    store_url: str, tmp_path: Path, run: Any
+) -> None:
+    asyncio.run(put_linear(store_url, 1))
+    asyncio.run(put_rollout(store_url, [make_entry("open")], freeze=False))
+    assert run(tmp_path / "first", "--url", store_url, "--unexported").code == 0
+    for options in (["--unexported"], ["--before", "2020-01-01"], ["--rollout", "open"]):
+        nothing = run(tmp_path / "nightly" / "out", "--url", store_url, *options)
+        assert (nothing.code, nothing.err) == (0, "")
+        assert "nothing to export" in nothing.out
+        assert not (tmp_path / "nightly").exists()
+    asyncio.run(put_rollout(store_url, [make_entry("new")]))
+    assert run(tmp_path / "nightly" / "out", "--url", store_url, "--unexported").code == 0
+    assert [row["rollout_id"] for row in parquet_rows(tmp_path / "nightly" / "out")] == ["new"]
+
+
+def test_a_finished_export_of_a_run_that_is_deleted_since_says_so(
+    store_url: str, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.run(put_linear(store_url, 1))
+    assert run(tmp_path / "out", "--url", store_url, "--run", RUN).code == 0
+    delete = ["tokencustody", "delete", "--url", store_url, "--run", RUN, "--confirm", RUN]
+    monkeypatch.setattr(sys, "argv", delete)
+    with pytest.raises(SystemExit):
+        main()
+    again = run(tmp_path / "out", "--url", store_url, "--run", RUN)
+    assert (again.code, "deleted_since" in again.out) == (1, True)
+
+
+@pytest.mark.parametrize("form", ["parquet", "calls", "gym"])
+def test_files_and_folders_of_an_export_are_their_owners_alone(
+    sqlite_url: str, tmp_path: Path, run: Any, form: str
+) -> None:
+    asyncio.run(put_linear(sqlite_url, 1))
+    before = os.umask(0)
+    try:
+        run(tmp_path / "new" / "out", "--url", sqlite_url, "--format", form)
+    finally:
+        os.umask(before)
+    made = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
 
 
 @pytest.mark.parametrize(

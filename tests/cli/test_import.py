@@ -28,6 +28,9 @@ class Ended:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    # Wide enough that no message is folded.
+    monkeypatch.setenv("COLUMNS", "400")
+
     def command(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["tokencustody", "import", *map(str, arguments)])
         with pytest.raises(SystemExit) as exited:
@@ -75,7 +78,15 @@ def test_wrong_usage_and_expected_errors_are_one_line(run, sqlite_url: str, fold
     missing = run(folder, "--url", sqlite_url)
     assert missing.code == 2
     assert "does not" in missing.err
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    stranger = run(folder, "--url", sqlite_url)
+    assert (stranger.code, stranger.out, stranger.err.count("\n")) == (1, "", 1)
+    assert "there is no file of Gym's store in" in stranger.err
     write_rollout(folder, LINES)
+    nothing = run(folder, "--url", sqlite_url, "--prefix", "typo")
+    assert (nothing.code, nothing.out, nothing.err.count("\n")) == (1, "", 1)
+    assert "begins with typo" in nothing.err
     for arguments in (("--run", "no run"), ("--url", "mysql://nowhere")):
         ended = run(folder, "--url", sqlite_url, *arguments)
         assert (ended.code, len(ended.err.splitlines())) == (1, 1), ended.err

@@ -155,6 +155,17 @@ def test_named_rollouts_that_are_left_are_told_with_the_reason(shell: Shell, sto
     assert (code, err) == (1, "left bad: it is frozen, and something else was asked for\n")
 
 
+@pytest.mark.parametrize("command", [["retire"], ["delete"], ["retire", "--complete"]], ids=" ".join)
+def test_a_dry_run_tells_what_would_be_left_as_the_command_does(shell: Shell, command: list[str]) -> None:
+    assert shell(*command, "clean", "--run", "run-1", "--dry-run")[0] == 0
+    asked = [*command, "bad", "clean", "open", "old", "nobody", "--run", "run-1"]
+    dry, listed, real = (shell(*asked, *how) for how in (["--dry-run"], ["--dry-run", "--json"], ["--yes"]))
+    assert (dry[0], dry[2]) == (listed[0], real[2]) == (real[0], real[2]) == (1, real[2])
+    assert {f"left {name}: {why}" for name, why in json.loads(listed[1])["missed"].items()} == set(
+        real[2].splitlines()
+    )
+
+
 def test_ids_that_are_in_several_runs_need_the_run(shell: Shell, store_url: str) -> None:
     code, _, err = shell("retire", "clean", "--yes")
     assert code == 2
@@ -188,7 +199,8 @@ def test_a_whole_run_goes_only_by_its_name(shell: Shell, store_url: str) -> None
     assert states(store_url) == {}
     assert states(store_url, "run-2") == BEFORE
     assert [run["run"] for run in json.loads(shell("runs", "--json")[1])["runs"]] == ["run-2"]
-    assert shell("delete", "--run", "run-1", "--confirm", "run-1")[0] == 0
+    code, _, err = shell("delete", "--run", "run-1", "--confirm", "run-1")
+    assert (code, "which has the runs run-2" in err) == (1, True)
 
 
 def test_gc_collects_staged_calls_and_old_fences(shell: Shell, store_url: str) -> None:

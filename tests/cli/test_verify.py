@@ -17,6 +17,7 @@ import pytest
 from tests.audit.verifying import RUN, change, fill
 from tests.support.filling import fill as fill_rows
 from tokencustody.cli import main
+from tokencustody.sql import migrate
 
 HOSTILE = "[red]x[/red]\x1b[31m"
 
@@ -91,9 +92,21 @@ def test_what_cannot_be_verified_ends_with_2_and_one_line(
         assert (code, out) == (2, "")
         assert re.fullmatch(r"error: [^\n]+\n", err)
     assert not missing.exists()
-    code, _, err = _run(capsys, monkeypatch, store_url, "--report", str(tmp_path / "none" / "report"))
-    assert code == 2
-    assert "--report" in err
+    for option in ("--report", "--checkpoint"):
+        # Not even the superuser makes a file in the second.
+        for folder in (tmp_path / "none", Path("/proc")):
+            code, out, err = _run(capsys, monkeypatch, store_url, option, str(folder / "file"))
+            assert (code, out) == (2, "")
+            assert option in err
+
+
+def test_an_empty_database_is_not_said_to_be_sound(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str
+) -> None:
+    migrate.upgrade(store_url)
+    code, out, err = _run(capsys, monkeypatch, store_url)
+    assert (code, err) == (0, "")
+    assert out.endswith("0 rollouts were looked at: the database has none\n")
 
 
 _SOONER = """

@@ -30,6 +30,7 @@ from sqlalchemy import (
     tuple_,
 )
 
+from tokencustody.audit.asked import check_asked
 from tokencustody.audit.runs import RunSummary, summarize_runs
 from tokencustody.audit.selection import PAGE, RolloutFilter, count, pages, select_fences
 from tokencustody.sql.engine import DEFAULT_DEADLINE
@@ -112,6 +113,10 @@ class Retention(SqlStore):
 
     def __repr__(self) -> str:
         return f"Retention({self._database.url.display!r})"
+
+    async def check_run(self, run: str) -> None:
+        """Raise RolloutNotFoundError, which lists the runs there are, for one without a rollout or staged call."""
+        await check_asked(self._database, RolloutFilter(run=run))
 
     async def extent(self, wanted: RolloutFilter) -> Extent:
         """Return what the rollouts that `wanted` asks for amount to, in two statements for each fact at most."""

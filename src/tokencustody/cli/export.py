@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokencustody.cli.db import Url
-from tokencustody.cli.printing import console, literal, plural, print_json
+from tokencustody.cli.printing import console, literal, plural, print_json, printable
 
 if TYPE_CHECKING:
     from tokencustody.audit.export import ExportReport
@@ -99,8 +99,10 @@ def export(
     """Write frozen rollouts to files: whole files only, the manifest last.
 
     The same command on the same folder goes on where it was stopped. What is left out stands in manifest.json with its
-    reason. Exit code 1 when a rollout is corrupt or unknown, changed since it was exported, or stays despite --retire.
+    reason. While there is nothing to export, no folder is made. Exit code 1 when a run or prefix is not there, when a
+    rollout is corrupt or unknown, changed since it was exported, or stays despite --retire.
     """
+    from tokencustody.audit.asked import reach
     from tokencustody.audit.export import ExportOptions
     from tokencustody.audit.export import Format as Formats
     from tokencustody.audit.export import SharedCalls as Sharing
@@ -129,8 +131,13 @@ def export(
             if value is not None
         },
     )
+
+    async def reached_and_exported() -> ExportReport:
+        await reach(url)
+        return await exported(url, out, options, rewards=rewards, mark=mark, retire=retire, progress=progress)
+
     report = interrupts.run(
-        exported(url, out, options, rewards=rewards, mark=mark, retire=retire, progress=progress),
+        reached_and_exported(),
         notice="finished files stay; the same command goes on after them",
         at_once=lambda: "",
     )
@@ -138,6 +145,10 @@ def export(
         print_json(_plain(report))
     else:
         _print(report)
+    for name in report.unknown[:_SHOWN]:
+        typer.echo(printable(f"rollout {name} is not there, or not with what else was asked for"), err=True)
+    if len(report.unknown) > _SHOWN:
+        typer.echo(f"and {plural(len(report.unknown) - _SHOWN, 'more rollout')}; --json lists all", err=True)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -173,7 +184,10 @@ def _print(report: ExportReport) -> None:
 
     out = console(folds=True)
     state = "was finished before" if report.already_finished else "resumed" if report.resumed else "written"
-    out.print(literal(f"{report.destination}: {report.format}, {state} (export {report.export_id})"))
+    if report.export_id:
+        out.print(literal(f"{report.destination}: {report.format}, {state} (export {report.export_id})"))
+    else:
+        out.print(literal(f"nothing to export: nothing was written to {report.destination}"))
     table = Table("", "", box=None, show_header=False)
     table.columns[1].justify = "right"
     for name, count in (

@@ -59,6 +59,18 @@ class Removal:
         self.staged_calls += of.rows
         self.advance(1)
 
+    def begin(self, run: str | None) -> None:
+        """Find the database there, and in it the run that was named."""
+
+        async def check(retention: Retention) -> None:
+            from tokencustody.audit.asked import reach
+
+            await reach(self.url)
+            if run is not None:
+                await retention.check_run(run)
+
+        self.look(check)
+
     def look(self, work: Callable[[Retention], Coroutine[Any, Any, Found]]) -> Found:
         """Return what is found before anything is removed."""
         return asyncio.run(self._connected(work))
@@ -90,11 +102,13 @@ class Removal:
         return f"{self.participle} {plural(self.rollouts, self.noun)}{rows}{staged}"
 
     def say(self, matched: dict[str, Any], told: str) -> None:
-        """Say what would go."""
+        """Say what would go and what would be left; exit code 1 if anything would be that was named."""
         if self.json:
-            print_json({"database": self.shown, "dry_run": True, "matched": matched})
+            document = {"database": self.shown, "dry_run": True, "matched": matched, "missed": self.missed}
+            print_json(document)
         else:
             typer.echo(f"would {self.verb} {told}, in {self.shown}")
+        self._say_left()
 
     def done(self, shrink: Callable[[], tuple[int, int] | None] = lambda: None) -> None:
         """Say what is gone and what is left, after `shrink` was called; exit code 1 if anything is left."""
@@ -121,6 +135,10 @@ class Removal:
             typer.echo(f"{self._count()} in {self.shown}")
             if shrunk:
                 typer.echo(f"the file shrank from {shrunk[0]:,} to {shrunk[1]:,} bytes")
+        self._say_left()
+
+    def _say_left(self) -> None:
+        if not self.json:
             left = [f"{of.key.rollout_id} of run {of.key.run}: {of.left}" for of in self.left]
             left += [f"{name}: {why}" for name, why in self.missed.items()]
             for line in left[:_SHOWN]:

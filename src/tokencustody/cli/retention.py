@@ -189,6 +189,7 @@ def gc(
         if fenced is not None:
             await retention.delete(retired, removal.settled)
 
+    removal.begin(run)
     if dry_run:
         found = removal.look(count)
         removal.say(
@@ -211,16 +212,19 @@ def _remove(
     from tokencustody.audit.retention import merged
 
     async def look(retention: Retention) -> Extent:
+        if dry_run and names:
+            going = [key.rollout_id for each in wanted for key in await retention.states(each)]
+            removal.missed = await _missed(retention, names, run, removal.verb, set(going))
         return merged([await retention.extent(each) for each in wanted])
 
     async def work(retention: Retention) -> None:
         remove = retention.retire if removal.verb == "retire" else retention.delete
         for each in wanted:
             await remove(each, removal.settled)
-        missed = await _missed(retention, names or (), run, removal.verb)
         left = {settled.key.rollout_id for settled in removal.left}
-        removal.missed = {name: why for name, why in missed.items() if name not in left}
+        removal.missed = await _missed(retention, names or (), run, removal.verb, left)
 
+    removal.begin(run)
     extent = removal.look(look)
     if names and run is None and len(extent.runs) > 1:
         raise typer.BadParameter(
@@ -239,6 +243,7 @@ def _remove(
 def _delete_run(removal: Removal, run: str, confirm: str | None, *, dry_run: bool) -> None:
     if confirm is not None and confirm != run:
         raise typer.BadParameter(f"{confirm!r} is not the run that would go", param_hint="--confirm")
+    removal.begin(run)
     summary = removal.look(lambda retention: retention.run_summary(run))
     amount = f"run {run}: {told_of_run(summary)}"
     if dry_run:
@@ -295,8 +300,10 @@ def _some_at_once(names: Sequence[str] | None) -> list[tuple[str, ...] | None]:
     return [each_once[at : at + _NAMES_AT_ONCE] for at in range(0, len(each_once), _NAMES_AT_ONCE)]
 
 
-async def _missed(retention: Retention, names: Sequence[str], run: str | None, verb: str) -> dict[str, str]:
-    """Return which of the named rollouts are not retired, or not deleted, and why."""
+async def _missed(
+    retention: Retention, names: Sequence[str], run: str | None, verb: str, settled: set[str]
+) -> dict[str, str]:
+    """Return which of the named rollouts, besides those that are `settled`, are not retired or deleted, and why."""
     from tokencustody.audit.selection import RolloutFilter
     from tokencustody.sql.tables import FenceState
 
@@ -304,7 +311,7 @@ async def _missed(retention: Retention, names: Sequence[str], run: str | None, v
     for some in _some_at_once(names) if names else ():
         found = await retention.states(RolloutFilter(run=run, rollout_ids=some))
         present = {key.rollout_id: state for key, state in found.items()}
-        for name in some or ():
+        for name in (name for name in some or () if name not in settled):
             match present.get(name):
                 case None if verb == "retire":
                     missed[name] = "there is no such rollout"

@@ -45,10 +45,12 @@ def runs(
 
 
 async def _read(url: str) -> list[RunSummary]:
+    from tokencustody.audit.asked import reach
     from tokencustody.audit.runs import summarize_runs
     from tokencustody.sql.transactions import Database
     from tokencustody.sql.url import parse_url
 
+    await reach(url)
     database = Database(parse_url(url), deadline=DEADLINE, read_only=True)
     try:
         return await summarize_runs(database)

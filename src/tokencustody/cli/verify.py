@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -54,17 +56,17 @@ def verify(
 ) -> None:
     """Compute hashes, digests, parent links, fences, ledger and staged calls again, and report every bad call.
 
-    Changes nothing. Exit code 0: nothing was found; 1: something was; 2: it could not be verified.
+    Changes nothing. Exit code 0: nothing was found; 1: something was; 2: it could not be verified, also because there
+    is no rollout of the kind that was asked for.
     """
     from tokencustody.audit import RolloutFilter
+    from tokencustody.audit.asked import reach
     from tokencustody.audit.verify import verify as verify_database
     from tokencustody.cli import is_expected
     from tokencustody.sql.tables import FenceState
 
-    if report is not None and not os.access(report.absolute().parent, os.W_OK):
-        raise typer.BadParameter(
-            f"no file can be written in {report.absolute().parent}", param_hint="--report"
-        )
+    _try_folder(report, "--report")
+    _try_folder(checkpoint, "--checkpoint")
     try:
         wanted = RolloutFilter(
             run=run,
@@ -73,6 +75,7 @@ def verify(
             rollout_ids=tuple(rollout) if rollout else None,
         )
         with _interruptible(), _bar() as show:
+            asyncio.run(reach(url))
             found = verify_database(url, wanted, jobs=jobs or _cores(), checkpoint=checkpoint, progress=show)
         if json:
             print_json(found.as_json())
@@ -93,6 +96,19 @@ def verify(
         raise typer.Exit(_NOT_VERIFIED) from None
     if not found.ok:
         raise typer.Exit(_FOUND)
+
+
+def _try_folder(file: Path | None, option: str) -> None:
+    """Refuse now a file that could not be written when the work is done."""
+    if file is None:
+        return
+    folder = file.absolute().parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as exc:
+        raise typer.BadParameter(
+            f"no file can be written in {folder}: {exc.strerror}", param_hint=option
+        ) from None
 
 
 def _cores() -> int:
@@ -168,7 +184,9 @@ def _print(found: VerifyReport) -> None:
             summary.add_row(name, literal(value))
     out.print(summary)
     if found.ok:
-        out.print("nothing is wrong")
+        out.print(
+            "nothing is wrong" if counts.rollouts else "0 rollouts were looked at: the database has none"
+        )
     else:
         bad = {(finding.run, finding.rollout_id) for finding in found.findings}
         out.print(f"{plural(len(found.findings), 'finding')} in {plural(len(bad), 'rollout')}")

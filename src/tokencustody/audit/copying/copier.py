@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, bindparam, exists, func, insert, select, tuple_, update
 
 from tokencustody.audit import selection
+from tokencustody.audit.asked import check_asked, reach
 from tokencustody.audit.copying.deciding import Decision, Outcome, decide
 from tokencustody.audit.copying.report import CopiedRollout, CopyReport
 from tokencustody.audit.copying.rows import (
@@ -60,12 +61,17 @@ class Copier:
     A rollout is copied in one transaction, as one snapshot of the source shows it, and is read back before it counts.
     Nothing in the target is overwritten or removed: what it lacks is added, an earlier state of a rollout moves on with
     the source, and whatever else differs is a conflict. `deadline` is for how many seconds a database may be out of
-    reach.
+    reach, ten unless given.
     """
 
     def __init__(
-        self, source: str | os.PathLike[str], target: str | os.PathLike[str], *, deadline: float = 10.0
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
+        *,
+        deadline: float | None = None,
     ) -> None:
+        self._addresses = source, target
         self._deadline = deadline
         self._source = Database(parse_url(source), deadline=_LONGEST_TRANSACTION, pool_size=1, read_only=True)
         self._target = _Target(target, deadline=_LONGEST_TRANSACTION, pool_size=1)
@@ -88,12 +94,13 @@ class Copier:
         """Copy the rollouts that are meant, those that are open only with `include_open`, and report on all.
 
         With `dry_run` it only looks, and says what would be done. Raises InvalidRecordError when both are the same
-        database, StoreUnavailableError, SchemaMismatchError.
+        database, RolloutNotFoundError for a run that the source does not have or a prefix with which nothing in it
+        begins, StoreUnavailableError, SchemaMismatchError.
         """
         wanted = RolloutFilter(
             run=run, prefix=prefix, rollout_ids=None if rollout_ids is None else tuple(rollout_ids)
         )
-        is_new = await self._reach(dry_run=dry_run)
+        is_new = await self._reach(wanted, dry_run=dry_run)
         marks = await self._waiting_marks()
         report = CopyReport()
         unseen = set(rollout_ids or ())
@@ -117,14 +124,15 @@ class Copier:
             report.add(CopiedRollout(run or "", rollout_id, Outcome.FAILED, "the source has no such rollout"))
         return report
 
-    async def _reach(self, *, dry_run: bool) -> bool:
-        """Find both databases there and on the newest revision; return whether the target is yet to be made."""
+    async def _reach(self, wanted: RolloutFilter, *, dry_run: bool) -> bool:
+        """Find both databases there, and in the source what is meant; return whether the target is yet to be made."""
         source, target = self._source.url, self._target.url
         _refuse_same(source, target)
-        await _reach(Database(source, deadline=self._deadline, pool_size=1, read_only=True))
+        await reach(self._addresses[0], deadline=self._deadline)
+        await check_asked(self._source, wanted)
         if dry_run and target.is_sqlite and await migrate.is_new_sqlite(target):
             return True
-        await _reach(Database(target, deadline=self._deadline, pool_size=1))
+        await reach(self._addresses[1], deadline=self._deadline, read_only=False)
         _refuse_same(source, target)
         return False
 
@@ -267,13 +275,6 @@ def _staged_alone(wanted: RolloutFilter) -> Select[Any]:
     if wanted.rollout_ids is not None:
         statement = statement.where(staged.rollout_id.in_(wanted.rollout_ids))
     return statement
-
-
-async def _reach(database: Database) -> None:
-    try:
-        await database.read(lambda _: None)
-    finally:
-        await database.close()
 
 
 def _refuse_same(source: DatabaseUrl, target: DatabaseUrl) -> None:

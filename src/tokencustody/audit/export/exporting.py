@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
+from tokencustody.audit.asked import check_asked
 from tokencustody.audit.export.calls import CallsPart
 from tokencustody.audit.export.folder import ExportFolder, saying
 from tokencustody.audit.export.gym import GymPart
@@ -86,9 +87,12 @@ async def export(
     a rollout is marked and retired in one transaction, if it is still exactly what the files hold and nothing of it
     was left out; the files are hashed again first. `mark=False` writes nothing to the database.
 
-    Raises ExportError for a folder that holds something else, another export or one of another database, for rewards
-    that cannot be read, and for files that are not what the manifest lists; StoreUnavailableError when the database
-    cannot be reached for `deadline` seconds.
+    While there is no rollout to write, no folder is made either, so that the same call may be repeated until there is.
+
+    Raises RolloutNotFoundError for a run that the database does not have or a prefix with which nothing in it begins;
+    ExportError for a folder that holds something else, another export or one of another database, for rewards that
+    cannot be read, and for files that are not what the manifest lists; StoreUnavailableError when the database cannot
+    be reached for `deadline` seconds.
     """
     if retire and not mark:
         raise ValueError("retire needs the mark, which says where the rollout went")
@@ -102,8 +106,13 @@ async def export(
     database = Database(parse_url(url), deadline=deadline, pool_size=1, read_only=True)
     marks = ExportMarks(url, deadline=deadline, pool_size=1, spill=spill)
     try:
-        # The database first: an address that leads nowhere leaves no folder behind.
+        # The database first: an address, or a name, that leads nowhere leaves no folder behind.
         await _check_runs(database, options, joined)
+        if not folder.is_begun:
+            await check_asked(database, options.filter())
+            nothing = await _nothing(database, folder, options)
+            if nothing is not None:
+                return nothing
         with folder.opened():
             exporting = _Export(database, folder, options, joined, progress)
             report, rollouts = await exporting.run()
@@ -229,7 +238,8 @@ class _Export:
         except CorruptEntryError as exc:
             self._left_out.append(_corrupt(key, exc))
             return
-        why = self._why_not(rows)
+        # It may be deleted since its page was read.
+        why = Why.UNKNOWN if rows is None else _why_not(rows.state, rows.incomplete, self._options)
         if rows is None or why is not None:
             self._left_out.append(LeftOut.of(key, why or Why.UNKNOWN))
             return
@@ -250,17 +260,6 @@ class _Export:
             rollout = rows.unpack()
         with saying(self._folder.path):
             return self._writer.add(rollout)
-
-    def _why_not(self, rows: RolloutRows | None) -> Why | None:
-        if rows is None:
-            return Why.UNKNOWN  # deleted since its page was read
-        if rows.state is FenceState.OPEN:
-            return Why.NOT_FROZEN
-        if rows.state is FenceState.RETIRED:
-            return Why.RETIRED
-        if rows.incomplete and not self._options.include_incomplete:
-            return Why.INCOMPLETE
-        return None
 
     def _part_is_full(self) -> bool:
         if len(self._left_out) >= _LEFT_OUT_PER_PART or self._writer.size >= self._options.max_bytes:
@@ -334,10 +333,23 @@ class _Export:
             left_out=Counter(counts.pop("left_out")),
             rewards=manifest["rewards"],
             manifest_sha256=sha256,
+            unknown=tuple(
+                left["rollout_id"] for left in manifest["left_out"] if left["reason"] == Why.UNKNOWN
+            ),
             **counts,
         )
         parts = manifest["parts"]
         return report, [Exported(**each) for part in parts for each in part["rollouts"]]
+
+
+def _why_not(state: FenceState, incomplete: bool, options: ExportOptions) -> Why | None:
+    match state:
+        case FenceState.OPEN:
+            return Why.NOT_FROZEN
+        case FenceState.RETIRED:
+            return Why.RETIRED
+        case FenceState.FROZEN:
+            return Why.INCOMPLETE if incomplete and not options.include_incomplete else None
 
 
 def _corrupt(key: RolloutKey, exc: CorruptEntryError) -> LeftOut:
@@ -365,6 +377,29 @@ async def _check_runs(database: Database, options: ExportOptions, rewards: Rewar
         )
 
 
+async def _nothing(database: Database, folder: ExportFolder, options: ExportOptions) -> ExportReport | None:
+    """Return the report of an export that has nothing to write, or None where it has."""
+    matching = select_fences(options.filter()).subquery("matching").c
+    kinds = select(matching.state, matching.incomplete, func.count()).group_by(
+        matching.state, matching.incomplete
+    )
+
+    def look(connection: Connection) -> ExportReport | None:
+        left_out: Counter[str] = Counter()
+        for state, incomplete, rollouts in connection.execute(kinds):
+            why = _why_not(FenceState(state), bool(incomplete), options)
+            if why is None:
+                return None
+            if why is not Why.RETIRED or options.rollout_ids is not None:
+                left_out[why] += rollouts
+        named = set(options.rollout_ids or ())
+        unknown = sorted(named - set(connection.scalars(select(matching.rollout_id)))) if named else []
+        left_out += Counter({Why.UNKNOWN: len(unknown)})
+        return ExportReport(folder.path, "", options.format, left_out=left_out, unknown=tuple(unknown))
+
+    return await database.read(look)
+
+
 async def _hand_over(
     marks: ExportMarks,
     folder: ExportFolder,
@@ -379,9 +414,15 @@ async def _hand_over(
         raise ExportError(
             f"the manifest in {folder.path} changed while it was read; run the same command again"
         )
+    listed = sum(len(part["rollouts"]) for part in manifest[0]["parts"])
+    if listed != len(rollouts) or listed != report.rollouts:
+        raise ExportError(
+            f"the manifest in {folder.path} lists {listed} rollouts, and counts {report.rollouts}"
+        )
     files = [WrittenFile(**each) for part in manifest[0]["parts"] for each in part["files"]]
     await asyncio.to_thread(folder.verify, files)
-    how = HandOver(report.export_id, str(folder.path), report.manifest_sha256, retire)
+    once = manifest[0]["options"]["unexported"]
+    how = HandOver(report.export_id, str(folder.path), report.manifest_sha256, retire, once)
     with progress("retiring" if retire else "marking", len(rollouts)) as advance:
         report.kept = await marks.hand_over(rollouts, how, advance)
     report.marked = len(rollouts) - sum(not kept.why.is_marked for kept in report.kept)

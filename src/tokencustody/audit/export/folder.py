@@ -39,6 +39,11 @@ class ExportFolder:
         self.path = path
         self._written: list[tuple[Path, str, int]] = []
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether an export was begun or finished here."""
+        return any((self.path / name).exists() for name in (MANIFEST, PROGRESS))
+
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Hold the folder. Raises ExportError when another process does, or when it cannot be made or written."""
@@ -111,7 +116,7 @@ class ExportFolder:
     def open_temporary(self) -> BinaryIO:
         """Return a new file under a temporary name."""
         with saying(self.path):
-            return (self.path / f".{len(self._written):05}{_TEMPORARY}").open("wb")
+            return open(self.path / f".{len(self._written):05}{_TEMPORARY}", "wb", opener=_private)
 
     def close_temporary(self, stream: BinaryIO, name: str, *, rows: int) -> None:
         """Sync a file that `open_temporary` gave, which will have this name."""
@@ -173,7 +178,7 @@ class ExportFolder:
                 )
 
     def _note(self, document: dict[str, Any]) -> None:
-        with saying(self.path / PROGRESS), (self.path / PROGRESS).open("ab") as stream:
+        with saying(self.path / PROGRESS), open(self.path / PROGRESS, "ab", opener=_private) as stream:
             stream.write(json.dumps(document).encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
@@ -197,11 +202,16 @@ def _measured(path: Path) -> tuple[int, str]:
         return stream.tell(), sha256
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _make(folder: Path) -> None:
     if not folder.is_dir():
         _make(folder.parent)
         with contextlib.suppress(FileExistsError):
-            folder.mkdir()
+            # Its owner's alone, as the database file is; so are the files.
+            folder.mkdir(0o700)
         _sync(folder.parent)
 
 

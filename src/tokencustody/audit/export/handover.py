@@ -5,27 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, select, tuple_
+from sqlalchemy import BigInteger, Connection, and_, bindparam, select, tuple_
 
-from tokencustody.audit.export.report import Exported, Kept, WhyKept
+from tokencustody.audit.export.report import Exported, ExportError, Kept, WhyKept
 from tokencustody.sql.dialects import insert_if_absent
 from tokencustody.sql.faults import reach
 from tokencustody.sql.tables import FenceState, exports, fences
 from tokencustody.store.base import SqlStore, now
-from tokencustody.store.fence import RolloutKey, Stamp, find_fence_txn
+from tokencustody.store.fence import RolloutKey, Stamp, find_fence_txn, of_rollout
 from tokencustody.store.source import drop_txn
 
 _PER_QUERY = 256
 
+_MARKED_BY = select(exports.c.export_id).where(
+    of_rollout(exports), exports.c.version == bindparam("version", type_=BigInteger())
+)
+
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """What is noted of a rollout that was exported, and whether it is retired with that."""
+    """What is noted of a rollout that was exported, and whether it is retired with that.
+
+    `once` leaves alone what another export has marked at the same version.
+    """
 
     export_id: str
     destination: str
     manifest_sha256: str
     retire: bool
+    once: bool
 
 
 class ExportMarks(SqlStore):
@@ -38,39 +46,56 @@ class ExportMarks(SqlStore):
     ) -> list[Kept]:
         """Mark each rollout, and retire it if that is wanted, in one transaction for each.
 
-        Returns those that were not retired, or not even marked, because they are no longer what was exported. Repeating
-        it changes nothing.
+        Returns those that were not retired, or not even marked, because they are no longer what was exported, or
+        somebody else's. Repeating it changes nothing. Raises ExportError, before anything changes, when the manifest is
+        not the one with which this export marked rollouts before.
         """
         kept = []
+        settled: set[RolloutKey] = set()
         for start in range(0, len(rollouts), _PER_QUERY):
-            some = rollouts[start : start + _PER_QUERY]
-            settled = await self._settled(some, how)
-            done(len(settled))
-            for rollout in some:
-                if rollout.key in settled:
-                    continue
-                why = await self._hand_over_one(rollout, how)
-                await reach("an exported rollout was handed over")
-                if why is not None:
-                    kept.append(Kept(rollout.run, rollout.rollout_id, why))
-                done(1)
+            settled |= await self._settled(rollouts[start : start + _PER_QUERY], how)
+        done(len(settled))
+        for rollout in rollouts:
+            if rollout.key in settled:
+                continue
+            why = await self._hand_over_one(rollout, how)
+            await reach("an exported rollout was handed over")
+            if why is not None:
+                kept.append(Kept(rollout.run, rollout.rollout_id, why))
+            done(1)
         return kept
 
     async def _settled(self, rollouts: Sequence[Exported], how: HandOver) -> set[RolloutKey]:
         """Return the rollouts of which nothing is left to do, so that a repeat only reads."""
         wanted = {rollout.key: rollout for rollout in rollouts}
-        marked = select(exports.c.run, exports.c.rollout_id).where(
-            exports.c.export_id == how.export_id,
-            tuple_(exports.c.run, exports.c.rollout_id).in_([(key.run, key.rollout_id) for key in wanted]),
+        of_fence = and_(fences.c.run == exports.c.run, fences.c.rollout_id == exports.c.rollout_id)
+        found = (
+            select(
+                fences.c.run,
+                fences.c.rollout_id,
+                fences.c.state,
+                fences.c.snapshot_id,
+                fences.c.version,
+                exports.c.manifest_sha256,
+            )
+            .join(exports, of_fence)
+            .where(
+                exports.c.export_id == how.export_id,
+                tuple_(exports.c.run, exports.c.rollout_id).in_(
+                    [(key.run, key.rollout_id) for key in wanted]
+                ),
+            )
         )
-        found = select(
-            fences.c.run, fences.c.rollout_id, fences.c.state, fences.c.snapshot_id, fences.c.version
-        )
-        found = found.where(tuple_(fences.c.run, fences.c.rollout_id).in_(marked))
 
         def look(connection: Connection) -> set[RolloutKey]:
             settled = set()
             for row in connection.execute(found):
+                if row.manifest_sha256 != how.manifest_sha256:
+                    raise ExportError(
+                        f"the manifest in {how.destination} is not the one that was written: rollout "
+                        f"{row.rollout_id} of run {row.run} was marked with another; restore the folder, or export "
+                        "to a new one"
+                    )
                 key = RolloutKey(row.run, row.rollout_id)
                 exported = wanted[key]
                 versions_since = row.version - exported.version
@@ -103,6 +128,12 @@ class ExportMarks(SqlStore):
                 return WhyKept.DELETED
             if fence.snapshot_id != rollout.snapshot_id:
                 return WhyKept.MADE_ANEW
+            marked_by = set(connection.scalars(_MARKED_BY, key.named(version=rollout.version)))
+            is_mine = how.export_id in marked_by
+            if fence.state is FenceState.RETIRED and not is_mine:
+                return WhyKept.RETIRED
+            if how.once and marked_by and not is_mine:
+                return WhyKept.EXPORTED
             connection.execute(insert_if_absent(connection, exports), mark)
             if how.retire and not rollout.whole:
                 return WhyKept.PARTLY_EXPORTED

@@ -120,12 +120,14 @@ class WhyKept(StrEnum):
     DELETED = "deleted_since"
     MADE_ANEW = "made_anew_since"
     CHANGED = "changed_since"
+    RETIRED = "retired_since"
+    EXPORTED = "exported_since"
     PARTLY_EXPORTED = "partly_exported"
 
     @property
     def is_marked(self) -> bool:
-        """Whether the rollout is marked as exported all the same: it is still there."""
-        return self not in (WhyKept.DELETED, WhyKept.MADE_ANEW)
+        """Whether the rollout is marked as exported all the same: it is still there, and nobody else's."""
+        return self in (WhyKept.CHANGED, WhyKept.PARTLY_EXPORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,9 @@ class Kept:
 
 @dataclass(slots=True)
 class ExportReport:
-    """What an export did. `left_out` counts by reason; the manifest lists each.
+    """What an export did. `left_out` counts by reason; the manifest lists each. `unknown` are ids without a rollout.
+
+    Without an `export_id` there was nothing to export, and nothing was written.
 
     `marked` and `retired` count the rollouts that are so now, through this call or an earlier one on the same folder.
     """
@@ -159,6 +163,7 @@ class ExportReport:
     left_out: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, Any] | None = None
     manifest_sha256: str = ""
+    unknown: tuple[str, ...] = ()
     marked: int = 0
     retired: int = 0
     kept: list[Kept] = field(default_factory=list)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tokencustody.audit.gym_import.report import Finding, FindingKind
+from tokencustody.audit.reading import RolloutNotFoundError
 from tokencustody.errors import InvalidRecordError, StoreUnavailableError
 from tokencustody.store.ids import check_rollout_id
 
@@ -139,7 +140,8 @@ _FIELD_OF_SUFFIX = dict(
 def scan(folder: Path, wanted: Callable[[str], bool]) -> tuple[list[RolloutFiles], list[Finding]]:
     """Return the rollouts of a folder that are wanted, in the order of their ids, and what belongs to no rollout.
 
-    A rollout of which only the lock is left was deleted, and is none. Raises StoreUnavailableError.
+    A rollout of which only the lock is left was deleted, and is none. Raises StoreUnavailableError, and
+    RolloutNotFoundError for a folder without any file of the store.
     """
     found: dict[str, dict[str, Path]] = {}
     strangers: list[Finding] = []
@@ -148,6 +150,8 @@ def scan(folder: Path, wanted: Callable[[str], bool]) -> tuple[list[RolloutFiles
             entries = list(found_in_folder)
     except OSError as exc:
         raise StoreUnavailableError(f"{folder} cannot be read: {exc.strerror}") from exc
+    if not any(entry.name.endswith(_SUFFIXES) for entry in entries):
+        raise RolloutNotFoundError(f"there is no file of Gym's store in {folder}")
     for entry in entries:
         suffix = next((suffix for suffix in _SUFFIXES if entry.name.endswith(suffix)), None)
         problem = "" if suffix else "no file of Gym's store has such a name"

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from sqlalchemy import Connection, select
 
+from tokencustody.audit.asked import reach
 from tokencustody.audit.gym_import.files import RolloutFiles, UnreadableFileError, scan
 from tokencustody.audit.gym_import.report import (
     FindingKind,
@@ -17,11 +18,11 @@ from tokencustody.audit.gym_import.report import (
     Outcome,
 )
 from tokencustody.audit.gym_import.walking import RefusedError, Walk
+from tokencustody.audit.reading import RolloutNotFoundError
 from tokencustody.audit.watching import Watch, unwatched
 from tokencustody.errors import CorruptEntryError
 from tokencustody.sql import migrate
 from tokencustody.sql.tables import fences
-from tokencustody.sql.transactions import Database
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.fence import RolloutKey, Stamp, of_rollout
 
@@ -36,11 +37,14 @@ class GymImporter(SqlStore):
 
     Of a rollout that the database holds already, what the files have besides is added while that is open; whatever is
     different is a conflict, and the rollout stays as it is. A rollout is imported in one transaction: whole or not at
-    all. `deadline` is for how many seconds the database may be out of reach.
+    all. `deadline` is for how many seconds the database may be out of reach, ten unless given.
     """
 
-    def __init__(self, url: str | os.PathLike[str], *, run: str = "default", deadline: float = 10.0) -> None:
+    def __init__(
+        self, url: str | os.PathLike[str], *, run: str = "default", deadline: float | None = None
+    ) -> None:
         super().__init__(url, run=run, deadline=_LONGEST_TRANSACTION, pool_size=1)
+        self._address = url
         self._deadline = deadline
 
     async def import_folder(
@@ -55,15 +59,18 @@ class GymImporter(SqlStore):
         """Import the rollouts of a folder, of which `rollout_ids` and `prefix` leave out the others.
 
         With `dry_run` it only looks, and says what would be done. `watch` sees the rollouts go by. Raises
-        StoreUnavailableError, also for a folder that cannot be read, and SchemaMismatchError.
+        StoreUnavailableError, also for a folder that cannot be read, SchemaMismatchError, and RolloutNotFoundError for
+        a folder without a file of Gym's store, or without a rollout whose id begins with `prefix`.
         """
         rollouts, strangers = scan(
             folder,
             lambda name: name.startswith(prefix) and (rollout_ids is None or name in rollout_ids),
         )
+        if prefix and not rollouts and not rollout_ids:
+            raise RolloutNotFoundError(f"no rollout in {folder} has an id that begins with {prefix}")
         is_new = dry_run and self._database.url.is_sqlite and await migrate.is_new_sqlite(self._database.url)
         if not is_new:
-            await self._reach()
+            await reach(self._address, deadline=self._deadline, read_only=False)
         found = [
             _failed(name, "the folder has no such rollout")
             for name in sorted({*(rollout_ids or ())} - {files.rollout_id for files in rollouts})
@@ -73,13 +80,6 @@ class GymImporter(SqlStore):
                 found.append(await self._import(files, dry_run=dry_run, is_new=is_new))
                 advance(1)
         return ImportReport(found, strangers)
-
-    async def _reach(self) -> None:
-        database = Database(self._database.url, deadline=self._deadline, pool_size=1)
-        try:
-            await database.read(lambda _: None)
-        finally:
-            await database.close()
 
     async def _import(self, files: RolloutFiles, *, dry_run: bool, is_new: bool) -> ImportedRollout:
         key = RolloutKey(self.run, files.rollout_id)

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Self, TypeVar
 
+from tokencustody.audit.asked import missing_txn
 from tokencustody.audit.reading import RolloutNotFoundError
 from tokencustody.audit.selection import PAGE, RolloutFilter
 from tokencustody.audit.verify.checkpoint import Checkpoint, Position
@@ -59,8 +60,8 @@ def verify(
     file is removed at the end. The findings are in the order of run, rollout and call, whatever the number of jobs.
 
     Raises StoreUnavailableError when the database cannot be reached for `deadline` seconds or may not be read,
-    SchemaMismatchError for another revision, RolloutNotFoundError for a rollout id in `wanted` that nothing has, and
-    InvalidRecordError for a checkpoint that belongs to something else.
+    SchemaMismatchError for another revision, RolloutNotFoundError for a run or rollout id in `wanted` that nothing has
+    and for a filter that nothing matches, and InvalidRecordError for a checkpoint that belongs to something else.
     """
     if type(jobs) is not int or jobs < 1:
         raise InvalidRecordError(f"jobs must be an integer of at least 1, not {jobs!r}")
@@ -106,6 +107,11 @@ def _total(reader: Verifier, database: DatabaseUrl, wanted: RolloutFilter) -> in
         if not reader.read(partial(count_txn, wanted=one)):
             where = f"run {wanted.run} of " if wanted.run is not None else ""
             raise RolloutNotFoundError(f"rollout {rollout_id} is not in {where}{database.display}")
+    if not total and wanted != RolloutFilter():
+        missing = reader.read(partial(missing_txn, wanted=wanted, address=database.display))
+        raise RolloutNotFoundError(
+            missing or f"0 rollouts were looked at: none in {database.display} is what was asked for"
+        )
     return total
 
 
