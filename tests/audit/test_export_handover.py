@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -190,6 +191,63 @@ async def test_a_rollout_of_which_a_call_was_left_out_is_not_retired(store_url: 
     # In a format that holds all of it, it is.
     whole = await export(store_url, tmp_path / "calls", ExportOptions(format="calls"), retire=True)  # type: ignore[arg-type]
     assert (whole.retired, whole.ok) == (1, True)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one-after-the-other", "at-once"])
+async def test_of_two_exports_that_hold_the_same_rollouts_each_is_handed_over_by_one(
+    store_url: str, tmp_path: Path, together: bool
+) -> None:
+    await put_linear(store_url, 6)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        await export(store_url, folder, mark=False)
+    retiring = [export(store_url, folder, retire=True) for folder in folders]
+    reports = await asyncio.gather(*retiring) if together else [await each for each in retiring]
+    assert sum(report.retired for report in reports) == 6
+    assert {kept.why for report in reports for kept in report.kept} == {WhyKept.RETIRED}
+    assert sum(len(report.kept) for report in reports) == 6
+    assert not all(report.ok for report in reports)
+    assert len(await marks(store_url)) == 6
+
+
+async def test_what_another_export_has_marked_since_is_not_handed_over_as_unexported(
+    store_url: str, tmp_path: Path
+) -> None:
+    await put_linear(store_url, 2)
+    unexported = ExportOptions(unexported=True)
+    for name in "ab":
+        await export(store_url, tmp_path / name, unexported, mark=False)
+    assert (await export(store_url, tmp_path / "a", unexported)).ok
+    again = await export(store_url, tmp_path / "b", unexported, retire=True)
+    assert ([kept.why for kept in again.kept], again.marked, again.retired) == ([WhyKept.EXPORTED] * 2, 0, 0)
+    assert set((await states(store_url)).values()) == {"frozen"}
+    # Those that did not ask for that may hand over what others hold too.
+    every = await export(store_url, tmp_path / "c", retire=True)
+    assert (every.retired, every.ok) == (2, True)
+
+
+async def test_a_manifest_that_was_changed_after_it_was_marked_retires_nothing(
+    store_url: str, tmp_path: Path
+) -> None:
+    await put_linear(store_url, 2)
+    await export(store_url, tmp_path / "out")
+    await put_rollout(store_url, [make_entry("added")])
+    async with open_store(store_url, run=RUN) as store:
+        snapshot = await store.source.freeze("added")
+    document = manifest(tmp_path / "out")
+    added = document["parts"][0]["rollouts"][0] | {
+        "rollout_id": "added",
+        "snapshot_id": snapshot.snapshot_id,
+        "version": snapshot.version,
+    }
+    # At the front, so that it would be the first to go.
+    document["parts"][0]["rollouts"].insert(0, added)
+    for told in ("lists 3 rollouts", "is not the one that was written"):
+        (tmp_path / "out" / "manifest.json").write_text(json.dumps(document))
+        with pytest.raises(ExportError, match=told):
+            await export(store_url, tmp_path / "out", retire=True)
+        assert set((await states(store_url)).values()) == {"frozen"}
+        document["counts"]["rollouts"] = 3
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "manifest"])
