@@ -22,7 +22,8 @@ SERIES = {
 
 
 def run(words: Sequence[str], url: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"TOKENCUSTODY_URL": url}
+    # Which would leave nothing for the last flush.
+    environment = os.environ | {"TOKENCUSTODY_URL": url, "PYTHONUNBUFFERED": ""}
     command = [sys.executable, *options.pop("flags", ()), "-m", "tokencustody", *words]
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment, **options)
 
