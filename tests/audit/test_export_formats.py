@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.audit.exports import (
     RUN,
@@ -27,6 +31,7 @@ from tests.support.ledger import make_commit
 from tests.support.staged import stage
 from tokencustody import TokenEntry, open_store
 from tokencustody.audit import ExportError, ExportOptions, export
+from tokencustody.audit.export.parquet import _column
 
 # Quiet NaNs with a sign and a payload, infinities, both zeros, and the smallest numbers.
 BITS = [
@@ -247,3 +252,39 @@ def test_pyarrow_is_imported_only_when_it_is_used() -> None:
 
     code = "import sys, tokencustody.audit, tokencustody.cli; print('pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+# What a list of Python values may be in a column of each type that is used.
+_VALUES = {
+    "int32": st.integers(-(2**31), 2**31 - 1),
+    "int64": st.integers(-(2**63), 2**63 - 1),
+    "double": st.floats(allow_nan=False),
+    "string": st.text(st.characters(exclude_categories=["Cs"])),
+    "bool": st.booleans(),
+}
+
+
+@given(st.data())
+def test_a_column_is_what_pyarrow_makes_of_the_same_values(data: st.DataObject) -> None:
+    import pyarrow as pa
+
+    name = data.draw(st.sampled_from(sorted(_VALUES)))
+    kind, values = pa.type_for_alias(name), st.none() | _VALUES[name]
+    if data.draw(st.booleans()):
+        kind, values = pa.list_(kind), st.lists(values, max_size=5)
+    drawn = data.draw(st.lists(values, max_size=20))
+    made = _column(pa, kind, drawn)
+    made.validate(full=True)
+    assert made.equals(pa.array(drawn, kind))
+
+
+def test_an_export_does_not_load_pandas_which_takes_more_memory_than_the_export(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("pandas")
+    asyncio.run(put_linear(sqlite_url, 2))
+    program = (
+        "import asyncio, sys\nfrom tokencustody.audit import export\n"
+        "asyncio.run(export(*sys.argv[1:]))\nassert 'pyarrow' in sys.modules\nassert 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, sqlite_url, str(tmp_path / "out")], check=True, timeout=60)

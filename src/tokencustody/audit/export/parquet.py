@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from itertools import accumulate, chain
 from typing import Any
 
 from tokencustody.audit.export.chains import Chain, Forest, SharedCalls
@@ -16,8 +18,9 @@ from tokencustody.audit.export.rewards import Rewards
 from tokencustody.audit.export.staged import staged_chain
 
 # Tokens, of 17 bytes each, that are held before they are written.
-_TOKENS_PER_GROUP = 500_000
+_TOKENS_PER_GROUP = 250_000
 _BYTES_PER_TOKEN = 17
+_CODES = {"int32": "i", "int64": "q", "double": "d"}
 _NESTED = {"call_ids", "models", "parent_resolutions", "response_ids", "payload_sha256"}
 
 
@@ -81,13 +84,45 @@ class _Lists:
         self._offsets.append(len(self.values))
 
     def column(self, pa: Any, kind: Any) -> Any:
-        values = pa.Array.from_buffers(
-            kind.value_type, len(self.values), [None, pa.py_buffer(self.values.tobytes())]
-        )
-        offsets = pa.Array.from_buffers(
-            pa.int32(), len(self._offsets), [None, pa.py_buffer(self._offsets.tobytes())]
-        )
+        values = pa.Array.from_buffers(kind.value_type, len(self.values), [None, pa.py_buffer(self.values)])
+        offsets = pa.Array.from_buffers(pa.int32(), len(self._offsets), [None, pa.py_buffer(self._offsets)])
         return pa.ListArray.from_arrays(offsets, values, type=kind)
+
+
+def _column(pa: Any, kind: Any, values: Sequence[Any]) -> Any:
+    """Return Python values, None for null, as a column of this type.
+
+    Not by `pyarrow.array`, which imports pandas where that is installed: 45 MB, of which nothing is used.
+    """
+    present = [value is not None for value in values]
+    validity = None if all(present) else pa.py_buffer(_bits(present))
+    children = None
+    match kind:
+        case _ if pa.types.is_list(kind):
+            buffers = [_offsets(values)]
+            children = [_column(pa, kind.value_type, list(chain.from_iterable(values)))]
+        case _ if pa.types.is_string(kind):
+            texts = [(value or "").encode() for value in values]
+            buffers = [_offsets(texts), b"".join(texts)]
+        case _ if pa.types.is_boolean(kind):
+            buffers = [_bits(values)]
+        case _:
+            buffers = [array(_CODES[str(kind)], [0 if value is None else value for value in values])]
+    return pa.Array.from_buffers(
+        kind, len(values), [validity, *map(pa.py_buffer, buffers)], children=children
+    )
+
+
+def _offsets(values: Sequence[Sequence[Any]]) -> array[int]:
+    return array("i", accumulate(map(len, values), initial=0))
+
+
+def _bits(values: Sequence[bool]) -> bytes:
+    """Return one bit for each, the first one lowest, as Arrow has them."""
+    packed = bytearray((len(values) + 7) // 8)
+    for index, value in enumerate(values):
+        packed[index // 8] |= bool(value) << index % 8
+    return bytes(packed)
 
 
 class ParquetPart:
@@ -111,6 +146,8 @@ class ParquetPart:
             self._stream,
             schema(),
             compression="zstd",
+            # Arrow's own pool keeps what it was given, for ever.
+            memory_pool=self._pa.system_memory_pool(),
             # Not for numbers: nearly every log probability is another one.
             use_dictionary=[
                 f"{field.name}.list.element" if field.name in _NESTED else field.name
@@ -129,19 +166,19 @@ class ParquetPart:
             return None, [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in lost]
         with making_sense(rollout.key):
             if rollout.is_staged_only:
-                chain, left_out = staged_chain(rollout)
-                chains = iter(() if chain is None else (chain,))
+                found, left_out = staged_chain(rollout)
+                chains = iter(() if found is None else (found,))
             else:
                 forest = Forest(rollout)
                 chains, left_out = forest.chains(self._shared), forest.left_out
         rows = tokens = trained = 0
         calls: set[str] = set()
         source = ""
-        for chain in chains:
-            self._add_row(rollout, rows, chain)
-            rows, source = rows + 1, chain.source
-            tokens, trained = tokens + len(chain.token_ids), trained + sum(chain.loss_mask)
-            calls.update(link.model_call_id for link in chain.links)
+        for each in chains:
+            self._add_row(rollout, rows, each)
+            rows, source = rows + 1, each.source
+            tokens, trained = tokens + len(each.token_ids), trained + sum(each.loss_mask)
+            calls.update(link.model_call_id for link in each.links)
         if rollout.entries:
             left_out += [LeftOut.of(rollout.key, Why.STAGED_BESIDE_RECORDS, call) for call in rollout.staged]
         if not rows:
@@ -214,7 +251,7 @@ class ParquetPart:
         columns = [
             self._lists[field.name].column(self._pa, field.type)
             if field.name in self._lists
-            else self._pa.array([row[field.name] for row in self._others], field.type, from_pandas=False)
+            else _column(self._pa, field.type, [row[field.name] for row in self._others])
             for field in schema()
         ]
         self._writer.write_table(self._pa.Table.from_arrays(columns, schema=schema()))
