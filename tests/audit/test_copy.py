@@ -299,6 +299,21 @@ async def test_bytes_that_do_not_match_their_hash_are_not_copied(
     assert "'run-1', 'frozen'" not in "".join((await rows(other_url))["fences"])
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize(("damage", "table"), DAMAGE.values(), ids=DAMAGE.keys())
+async def test_what_is_damaged_on_either_side_is_not_said_to_be_there(
+    store_url: str, other_url: str, damage: Any, table: str, side: str
+) -> None:
+    await fill_richly(store_url)
+    await copy(store_url, other_url)
+    await execute({"source": store_url, "target": other_url}[side], damage)
+    report = await copy(store_url, other_url)
+    (failed,) = [each for each in report.notable if each.outcome is not Outcome.LEFT_OUT]
+    assert (failed.rollout_id, failed.outcome) == ("frozen", Outcome.FAILED)
+    assert failed.reason.startswith(f"in the {side}, {table} of call ")
+    assert not report.is_clean
+
+
 async def test_what_the_target_gives_back_is_compared_with_the_source(
     store_url: str, other_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

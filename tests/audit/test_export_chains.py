@@ -236,13 +236,18 @@ async def test_open_rollouts_are_listed_and_named_ones_are_never_passed_over_in_
     await export(store_url, tmp_path / "all")
     assert left_out(tmp_path / "all") == [("empty", "", "no_calls"), ("open", "", "not_frozen")]
     named = ("open", "gone", "never-heard-of")
-    report = await export(store_url, tmp_path / "named", ExportOptions(rollout_ids=named))
+    report = await export(store_url, tmp_path / "nothing", ExportOptions(rollout_ids=named))
+    assert report.left_out == {"retired": 1, "not_frozen": 1, "unknown": 1}
+    assert (report.ok, report.unknown) == (False, ("never-heard-of",))
+    assert not (tmp_path / "nothing").exists()
+    await put_rollout(store_url, [make_entry("there")])
+    report = await export(store_url, tmp_path / "named", ExportOptions(rollout_ids=(*named, "there")))
     assert left_out(tmp_path / "named") == [
         ("gone", "", "retired"),
         ("open", "", "not_frozen"),
         ("never-heard-of", "", "unknown"),
     ]
-    assert not report.ok
+    assert (report.ok, report.unknown) == (False, ("never-heard-of",))
 
 
 async def test_the_weight_version_is_that_of_the_ledger_or_of_the_record_or_none(

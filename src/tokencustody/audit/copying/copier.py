@@ -169,6 +169,8 @@ class Copier:
         source = await self._source.read(lambda connection: image_txn(connection, key))
         target = Image() if is_new else await self._target.image(key)
         decision = decide(source, target)
+        if decision.outcome is Outcome.ALREADY_THERE:
+            return await self._already_there(key, decision)
         if dry_run or decision.outcome not in (Outcome.COPIED, Outcome.UPDATED):
             return _told(key, decision.outcome, decision.reason)
         with Spool() as spool:
@@ -191,6 +193,17 @@ class Copier:
                 rows=len(decision.add),
                 bytes=spool.bytes if decision.outcome is Outcome.COPIED else 0,
             )
+
+    async def _already_there(self, key: RolloutKey, decision: Decision) -> CopiedRollout:
+        """Return that a rollout is in the target, or, once its bytes were hashed, that they are damaged."""
+        side = "source"
+        try:
+            await self._source.read(partial(proven_image_txn, key=key))
+            side = "target"
+            await self._target.proven_image(key)
+        except DamagedRowError as exc:
+            return _told(key, Outcome.FAILED, f"in the {side}, {exc}: run `tokencustody verify`")
+        return _told(key, decision.outcome, decision.reason)
 
 
 class _Target(SqlStore):
