@@ -131,7 +131,7 @@ PLANTED = {
     ),
     "the whole hash of a shared payload": Planted(
         _entry("payload_sha256", _always(ZEROS), call="call-3"),
-        {("whole_hash", "linear", "call-3")} | _lost("linear", "call-4"),
+        {("seal", "linear", ""), ("whole_hash", "linear", "call-3")} | _lost("linear", "call-4"),
     ),
     "the hash of the stored bytes": Planted(
         _entry("stored_sha256", _always(ZEROS), call="call-4"), {("payload_hash", "linear", "call-4")}
@@ -144,7 +144,7 @@ PLANTED = {
             "UPDATE entries SET stored_sha256 = NULL, payload_sha256 = stored_sha256 WHERE run = :run AND"
             " rollout_id = 'linear' AND model_call_id = 'call-4'"
         ),
-        {("payload_form", "linear", "call-4")},
+        {("seal", "linear", ""), ("payload_form", "linear", "call-4")},
     ),
     "a digest": Planted(_entry("digest"), {("entry_columns", "linear", "call-1")}),
     "a cum_len": Planted(_entry("cum_len"), {("entry_columns", "linear", "call-1")}),
@@ -162,7 +162,7 @@ PLANTED = {
     "a fingerprint": Planted(_entry("continuation_fingerprint"), {("entry_columns", "linear", "call-1")}),
     "a digest in a payload whose hashes are right": Planted(
         lambda url: _rewrite(url, "linear", "call-0", "digest", lambda digest: flip(digest)),
-        {("digest", "linear", "call-0"), ("entry_columns", "linear", "call-0")},
+        {("seal", "linear", ""), ("digest", "linear", "call-0"), ("entry_columns", "linear", "call-0")},
     ),
     "a length in a payload whose hashes are right": Planted(
         lambda url: _rewrite(url, "odd", "again", "cum_len", lambda length: length + 1),
@@ -179,6 +179,21 @@ PLANTED = {
     "a shared ancestor that was deleted": Planted(
         _sql("DELETE FROM entries WHERE run = :run AND rollout_id = 'tree' AND model_call_id = 'left'"),
         _lost("tree", "wide"),
+    ),
+    "a last call that was deleted": Planted(
+        _sql("DELETE FROM entries WHERE run = :run AND rollout_id = 'linear' AND model_call_id = 'call-4'"),
+        {("seal", "linear", "")},
+    ),
+    "all calls of a frozen rollout": Planted(
+        _sql("DELETE FROM entries WHERE run = :run AND rollout_id = 'linear'"), {("seal", "linear", "")}
+    ),
+    "another code of a refusal": Planted(
+        _sql("UPDATE intents SET refusal_code = 'x' WHERE run = :run AND rollout_id = 'refused'"),
+        {("seal", "refused", "")},
+    ),
+    "the seal of a frozen rollout": Planted(
+        _change("snapshot_versions", "sealed_sha256", _always(ZEROS), rollout_id="linear", version=1),
+        {("seal", "linear", "")},
     ),
     "a parent that was deleted": Planted(
         _sql("DELETE FROM entries WHERE run = :run AND rollout_id = 'odd' AND model_call_id = 'again'"),
@@ -227,7 +242,7 @@ PLANTED = {
     ),
     "an intent that was deleted": Planted(
         _sql("DELETE FROM intents WHERE run = :run AND rollout_id = 'dangling'"),
-        {("fence_incomplete", "dangling", "")},
+        {("seal", "dangling", ""), ("fence_incomplete", "dangling", "")},
     ),
     "the time of a freeze": Planted(
         _sql("UPDATE fences SET frozen_at = opened_at WHERE run = :run AND rollout_id = 'linear'"),
@@ -278,7 +293,11 @@ PLANTED = {
         _sql(
             "UPDATE intents SET refusal_code = NULL, refused_at = NULL WHERE run = :run AND rollout_id = 'refused'"
         ),
-        {("refusal_history", "refused", "refused"), ("fence_incomplete", "refused", "refused")},
+        {
+            ("seal", "refused", ""),
+            ("refusal_history", "refused", "refused"),
+            ("fence_incomplete", "refused", "refused"),
+        },
     ),
     "records of a retired rollout": Planted(
         _sql("UPDATE intents SET rollout_id = 'retired' WHERE run = :run AND rollout_id = 'waiting'"),

@@ -183,6 +183,11 @@ VIOLATIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("exports", "fk_exports_fence", ELSEWHERE),
     ("exports", "ck_exports_version", {"export_id": "other", "version": 0}),
     ("exports", "ck_exports_manifest_sha256", {"export_id": "other", "manifest_sha256": ""}),
+    (
+        "snapshot_versions",
+        "ck_snapshot_versions_sealed_sha256",
+        {"version": 1, "event_id": "other", "sealed_sha256": ""},
+    ),
     ("ledger_calls", "pk_ledger_calls", {"position": 2}),
     ("ledger_calls", "uq_ledger_calls_position", OTHER),
     ("ledger_calls", "fk_ledger_calls_fence", ELSEWHERE),

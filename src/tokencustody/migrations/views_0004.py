@@ -176,7 +176,7 @@ SELECT x.run, x.rollout_id, x.version, x.kind, x.model_call_id, x.first_payload_
 
 _VERSIONS = f"""
 SELECT v.run, v.rollout_id, v.version, v.event, v.model_call_id, v.snapshot_id, v.recorded_at, v.written_by,
-       v.event_id, x.kind AS failure_kind
+       v.event_id, v.sealed_sha256, x.kind AS failure_kind
   FROM snapshot_versions AS v
   LEFT JOIN failures AS x ON {_OF_ROLLOUT.format("x", "v")} AND x.version = v.version
 """

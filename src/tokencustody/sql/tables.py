@@ -215,11 +215,14 @@ snapshot_versions = Table(
     Column("snapshot_id", Text),
     Column("recorded_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
+    # Of a freeze: the hash of what the rollout held (see `store.seal`). Freezes before revision 0004 have none.
+    Column("sealed_sha256", Text),
     PrimaryKeyConstraint("run", "rollout_id", "version", name="pk_snapshot_versions"),
     UniqueConstraint("run", "rollout_id", "event_id", name="uq_snapshot_versions_event_id"),
     _belongs_to_fence("snapshot_versions"),
     _one_of("event", VersionEvent, "ck_snapshot_versions_event"),
     CheckConstraint("version >= 0", name="ck_snapshot_versions_version"),
+    CheckConstraint("length(sealed_sha256) = 64", name="ck_snapshot_versions_sealed_sha256"),
 )
 
 # What was handed over in files. It stays when the rollout is retired, so that a person finds the files.

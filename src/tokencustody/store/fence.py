@@ -175,14 +175,18 @@ def advance_txn(
     stamp: Stamp,
     *,
     model_call_id: str = "",
+    seal: str | None = None,
     **changes: Any,
 ) -> int:
-    """Give an exclusively locked fence its next version, with `changes` to its columns. Returns that version."""
+    """Give an exclusively locked fence its next version, with `changes` to its columns. Returns that version.
+
+    `seal` is what a freeze keeps of the calls behind it.
+    """
     version = fence.version + 1
     connection.execute(_ADVANCE, key.named(version=version, **changes))
     snapshot_id = changes.get("snapshot_id", fence.snapshot_id)
     _add_version_txn(
-        connection, key, version, event, stamp.by, stamp.at, stamp.event_id, snapshot_id, model_call_id
+        connection, key, version, event, stamp.by, stamp.at, stamp.event_id, snapshot_id, model_call_id, seal
     )
     return version
 
@@ -228,6 +232,7 @@ def _add_version_txn(
     event_id: str,
     snapshot_id: str | None = None,
     model_call_id: str = "",
+    seal: str | None = None,
 ) -> None:
     connection.execute(
         _ADD_VERSION,
@@ -240,5 +245,6 @@ def _add_version_txn(
             "snapshot_id": snapshot_id,
             "recorded_at": at,
             "written_by": by,
+            "sealed_sha256": seal,
         },
     )

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from tokencustody.errors import InvalidRecordError
 from tokencustody.protocols import CallRefusal, TokenCaptureSnapshot
 from tokencustody.sql.chains import unpack_calls
-from tokencustody.sql.tables import FenceState, VersionEvent, entries, intents
+from tokencustody.sql.tables import FenceState, VersionEvent
 from tokencustody.store.base import now
 from tokencustody.store.fence import (
     Fence,
@@ -22,12 +22,12 @@ from tokencustody.store.fence import (
     advance_txn,
     find_fence_txn,
     lock_fence_txn,
-    of_rollout,
     refuse_if_retired,
 )
 from tokencustody.store.ids import check_rollout_id
 from tokencustody.store.reading import all_calls_txn
 from tokencustody.store.removal import RolloutRemover, remove_records_txn
+from tokencustody.store.seal import INTENTS, check_seal_txn, seal_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,6 @@ class _Frozen:
     incomplete: bool
     calls: list[Any]
     refusals: tuple[CallRefusal, ...]
-
-
-_REFUSED = (
-    select(intents.c.model_call_id, intents.c.refusal_code)
-    .where(of_rollout(intents), intents.c.refusal_code.is_not(None))
-    .order_by(intents.c.model_call_id)
-)
-# EXCEPT rather than NOT EXISTS: without statistics PostgreSQL would read every entry again for each intent.
-_DANGLING = (
-    select(intents.c.model_call_id)
-    .where(of_rollout(intents), intents.c.refusal_code.is_(None))
-    .except_(select(entries.c.model_call_id).where(of_rollout(entries)))
-    .limit(1)
-)
 
 
 class SqlTokenSource(RolloutRemover):
@@ -65,7 +51,8 @@ class SqlTokenSource(RolloutRemover):
         No put, begin_call or refuse_call that returned success, on any host, ever lies after it. Freezing again returns
         the same snapshot id, and the same version unless the rollout was marked since. A rollout without calls gives an
         empty snapshot. Raises TokenCaptureRetiredError for a retired rollout, CorruptEntryError naming the first call
-        whose stored bytes are not those that were written.
+        whose stored bytes are not those that were written, or the rollout if calls were removed or added behind the
+        fence.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         stamp = Stamp.make(now(), self.written_by)
@@ -75,22 +62,29 @@ class SqlTokenSource(RolloutRemover):
             fence = lock_fence_txn(connection, key, stamp, exclusive=True)
             refuse_if_retired(fence, key, "the freeze")
             version, snapshot_id, incomplete = fence.version, fence.snapshot_id or minted_id, fence.incomplete
-            if fence.state is FenceState.OPEN:
-                incomplete = incomplete or _has_dangling_intent_txn(connection, key)
+            calls = list(all_calls_txn(connection, key))
+            announced = connection.execute(INTENTS, key.named()).all()
+            refused = {
+                row.model_call_id: row.refusal_code for row in announced if row.refusal_code is not None
+            }
+            if fence.state is FenceState.FROZEN:
+                check_seal_txn(connection, key, calls, announced)
+            else:
+                settled = refused.keys() | {row.model_call_id for row in calls}
+                incomplete = incomplete or any(row.model_call_id not in settled for row in announced)
                 version = advance_txn(
                     connection,
                     key,
                     fence,
                     VersionEvent.FREEZE,
                     stamp,
+                    seal=seal_of(calls, announced),
                     state=FenceState.FROZEN,
                     snapshot_id=snapshot_id,
                     incomplete=incomplete,
                     frozen_at=stamp.at,
                 )
-            calls = list(all_calls_txn(connection, key))
-            refused = connection.execute(_REFUSED, key.named())
-            refusals = tuple(CallRefusal(row.model_call_id, row.refusal_code) for row in refused)
+            refusals = tuple(CallRefusal(call_id, code) for call_id, code in sorted(refused.items()))
             return _Frozen(snapshot_id, version, incomplete, calls, refusals)
 
         frozen = await self._write_after_marks(key, raise_fence)
@@ -152,7 +146,3 @@ def _taken_from(rows: list[Any]) -> Iterator[Any]:
     rows.reverse()
     while rows:
         yield rows.pop()
-
-
-def _has_dangling_intent_txn(connection: Connection, key: RolloutKey) -> bool:
-    return connection.execute(_DANGLING, key.named()).first() is not None

@@ -17,13 +17,13 @@ from tokencustody.sql.tables import (
     entries,
     failures,
     fences,
-    intents,
     staged_calls,
     stored_payload,
 )
 from tokencustody.store.fence import RolloutKey, of_rollout
 from tokencustody.store.ledger import ledger_rows_txn
 from tokencustody.store.reading import IS_CONFLICTING
+from tokencustody.store.seal import INTENTS, check_seal_txn
 
 _FENCE = select(fences.c.state, fences.c.snapshot_id, fences.c.version, fences.c.incomplete).where(
     of_rollout(fences)
@@ -37,7 +37,6 @@ _CALLS = select(
     entries.c.written_by,
     IS_CONFLICTING.label("is_conflicting"),
 ).where(of_rollout(entries))
-_INTENTS = select(intents.c.model_call_id).where(of_rollout(intents), intents.c.refusal_code.is_(None))
 _FAILURES = select(failures.c.model_call_id).where(of_rollout(failures)).order_by(failures.c.version)
 # Two parameters for each key, of which the databases take about 32,766.
 _KEYS_PER_QUERY = 1000
@@ -152,7 +151,9 @@ def rollout_txn(connection: Connection, key: RolloutKey, *, include_incomplete: 
     if state is not FenceState.FROZEN or (fence.incomplete and not include_incomplete):
         return rows
     rows.calls = list(connection.execute(_CALLS, key.named()))
-    rows.intents = sorted(connection.scalars(_INTENTS, key.named()))
+    announced = connection.execute(INTENTS, key.named()).all()
+    check_seal_txn(connection, key, rows.calls, announced)
+    rows.intents = sorted(row.model_call_id for row in announced if row.refusal_code is None)
     rows.failed = list(connection.scalars(_FAILURES, key.named()))
     rows.ledger, rows.ledger_failures = ledger_rows_txn(connection, key)
     present = {row.model_call_id for row in rows.calls}

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, insert
 from tokencustody.audit.gym_import.files import State
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, intents
 from tokencustody.store.fence import Fence, RolloutKey, Stamp, advance_txn, fail_txn, lock_fence_txn
+from tokencustody.store.seal import seal_txn
 
 
 class Verdict:
@@ -55,6 +56,7 @@ class Verdict:
             connection,
             VersionEvent.FREEZE,
             version,
+            seal=seal_txn(connection, self._key),
             state=FenceState.FROZEN,
             snapshot_id=state.snapshot_id,
             incomplete=incomplete,

@@ -24,6 +24,7 @@ from tokencustody.sql.tables import (
     snapshot_versions,
 )
 from tokencustody.store.fence import RolloutKey
+from tokencustody.store.seal import seal_of
 
 _OF_RECORDS = (entries, intents, failures, ledger_calls, ledger_failures)
 _OF_FENCE = (snapshot_versions, *_OF_RECORDS, exports)
@@ -62,7 +63,7 @@ def check_fence(
                 )
         return
     book = _Book(fence, rows[snapshot_versions], rows, malformed)
-    for rule in (_history, _fence, _incomplete, _times, _records, _failures, _refusals, _exports):
+    for rule in (_history, _fence, _incomplete, _times, _seal, _records, _failures, _refusals, _exports):
         for name, call_id, text in rule(book):
             found.add(key, name, text, call_id)
 
@@ -177,6 +178,17 @@ def _times(book: _Book) -> Broken:
         if getattr(book.fence, name) != (version and version.recorded_at):
             text = f"{name} of the fence is not the time of that event in its history; {_RESTORE}"
             yield Rule.FENCE_TIMES, "", text
+
+
+def _seal(book: _Book) -> Broken:
+    freeze = book.first(VersionEvent.FREEZE)
+    if freeze is None or freeze.sealed_sha256 is None or book.is_retired:
+        return
+    if book.malformed[entries] or book.malformed[intents]:
+        return
+    if freeze.sealed_sha256 != seal_of(book.rows[entries], book.rows[intents]):
+        text = "it does not hold the calls and intents that it held when it was frozen: some were removed, added or "
+        yield Rule.SEAL, "", f"{text}changed; {_RESTORE}"
 
 
 def _records(book: _Book) -> Broken:

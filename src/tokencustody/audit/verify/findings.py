@@ -23,6 +23,7 @@ class Rule(StrEnum):
     FENCE_INCOMPLETE = "fence_incomplete"
     FENCE_TIMES = "fence_times"
     HISTORY = "history"
+    SEAL = "seal"
     RETIRED_RECORDS = "retired_records"
     FAILURE_HISTORY = "failure_history"
     REFUSAL_HISTORY = "refusal_history"
@@ -63,6 +64,7 @@ RULES: Mapping[Rule, str] = {
     Rule.FENCE_INCOMPLETE: "the fence is incomplete if and only if a mark, a conflict or a dangling intent made it so",
     Rule.FENCE_TIMES: "the fence has the times of its state, those of its history",
     Rule.HISTORY: "versions run from 0 without a gap, but before an imported freeze; each event can happen there",
+    Rule.SEAL: "a frozen rollout holds the calls and intents that it held when it was frozen",
     Rule.RETIRED_RECORDS: "a retired rollout holds no records",
     Rule.FAILURE_HISTORY: "each mark and conflict has its row in the history, and the other way round",
     Rule.REFUSAL_HISTORY: "each refusal has its row in the history, and the other way round",

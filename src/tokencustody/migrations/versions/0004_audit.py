@@ -1,5 +1,5 @@
-"""What was exported, hashes of rows that no digest covers, the views named `audit_*`, and on PostgreSQL the functions
-that decode packed columns.
+"""What was exported, hashes of rows that no digest covers and of what was frozen, the views named `audit_*`, and on
+PostgreSQL the functions that decode packed columns.
 
 Names and types are written out: this file keeps saying what it said when it was released, whatever
 `tokencustody.sql.tables` says later. So do the two modules with the texts of the views and functions.
@@ -22,7 +22,12 @@ branch_labels: str | None = None
 depends_on: str | None = None
 
 # Rows that are there already have no hash, for nothing proves them.
-HASHED = ("ledger_calls", "ledger_failures", "staged_attachments")
+HASHES = {
+    "ledger_calls": "row_sha256",
+    "ledger_failures": "row_sha256",
+    "staged_attachments": "row_sha256",
+    "snapshot_versions": "sealed_sha256",
+}
 
 
 def upgrade() -> None:
@@ -44,10 +49,10 @@ def upgrade() -> None:
         sa.CheckConstraint("version >= 1", name="ck_exports_version"),
         sa.CheckConstraint("length(manifest_sha256) = 64", name="ck_exports_manifest_sha256"),
     )
-    for table in HASHED:
+    for table, column in HASHES.items():
         # SQLite takes a constraint only together with its column.
-        check = f"CONSTRAINT ck_{table}_row_sha256 CHECK (length(row_sha256) = 64)"
-        op.execute(f"ALTER TABLE {table} ADD COLUMN row_sha256 TEXT {check}")
+        check = f"CONSTRAINT ck_{table}_{column} CHECK (length({column}) = 64)"
+        op.execute(f"ALTER TABLE {table} ADD COLUMN {column} TEXT {check}")
     dialect = op.get_context().dialect.name
     for statement in views_0004.views(dialect).values():
         op.execute(statement)
@@ -65,7 +70,7 @@ def downgrade() -> None:
             op.execute(statement)
     for name in reversed(views_0004.views(dialect)):
         op.execute(f"DROP VIEW {name}")
-    for table in HASHED:
+    for table, column in HASHES.items():
         # Its constraint goes with it.
-        op.execute(f"ALTER TABLE {table} DROP COLUMN row_sha256")
+        op.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
     op.drop_table("exports")
