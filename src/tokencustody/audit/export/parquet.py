@@ -96,6 +96,7 @@ def _column(pa: Any, kind: Any, values: Sequence[Any]) -> Any:
     """
     present = [value is not None for value in values]
     validity = None if all(present) else pa.py_buffer(_bits(present))
+    buffers: list[Any]
     children = None
     match kind:
         case _ if pa.types.is_list(kind):
