@@ -25,7 +25,8 @@ _KEYS = {"run", "rollout_id"}
 # Nothing else in the database says the same, or not for every row; docs and README name them too.
 _NOT_PROVEN = {
     "fences": {"incomplete"},
-    "snapshot_versions": {"event_id", "written_by", "recorded_at", "model_call_id"},
+    # The seal and the evidence of a retired rollout are of what is gone.
+    "snapshot_versions": {"event_id", "written_by", "recorded_at", "model_call_id", "sealed_sha256"},
     "failures": {"second_payload_sha256", "differing_fields"},
     "intents": {*_KEYS, "model_call_id", "begun_at", "written_by", "refusal_code"},
     "entries": {*_KEYS, "committed_at", "written_by"},
