@@ -119,7 +119,7 @@ COLUMNS = {
     table.name: [
         column.name
         for column in table.c
-        if not column.name.endswith("_at") and column.name not in ("event_id", "snapshot_id")
+        if not column.name.endswith("_at") and column.name not in ("event_id", "snapshot_id", "row_sha256")
     ]
     for table in tables.metadata.sorted_tables
     if "rollout_id" in table.c

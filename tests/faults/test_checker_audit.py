@@ -71,7 +71,7 @@ _PLANTED = [
         "event after the fence",
         "frozen-1",
         "INSERT INTO snapshot_versions SELECT run, rollout_id, 2, 'refusal', 'late', 'b', snapshot_id,"
-        " recorded_at, written_by FROM snapshot_versions"
+        " recorded_at, written_by, NULL FROM snapshot_versions"
         " WHERE run = '{run}' AND rollout_id = 'frozen-1' AND version = 1",
     ),
     (
@@ -181,7 +181,9 @@ async def _without(url: str, table: str, constraint: str) -> None:
         # SQLite checks no foreign keys unless asked, and cannot let go of a primary key.
         await run_sql(url, f"CREATE TABLE copied AS SELECT * FROM {table}")
         await run_sql(url, f"DROP TABLE {table}")
-        await run_sql(url, f"ALTER TABLE copied RENAME TO {table}")
+        # Not by renaming, which SQLite refuses while views name the table.
+        await run_sql(url, f"CREATE TABLE {table} AS SELECT * FROM copied")
+        await run_sql(url, "DROP TABLE copied")
 
 
 async def test_every_planted_contradiction_is_named_and_nothing_else_is(store_url: str) -> None:
