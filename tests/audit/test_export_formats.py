@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import math
 import struct
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +67,9 @@ async def test_datasets_reads_the_files_as_they_are(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets", reason="the extra test has it")
+    # Not before: it reads the variable when it is imported.
+    import datasets
+
     await put_rollout(store_url, branching())
     await put_rollout(store_url, [make_entry("rollout-2", response_id="resp-1", model="policy")])
     await export(store_url, tmp_path / "out", ExportOptions(rows_per_file=1))
@@ -84,7 +88,6 @@ async def test_datasets_reads_the_files_as_they_are(
 async def test_the_loss_of_the_documentation_counts_each_sampled_token_once(
     store_url: str, tmp_path: Path
 ) -> None:
-    np = pytest.importorskip("numpy")
     document = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
     code = document.split("```python\n", 1)[1].split("```", 1)[0]
     await put_rollout(store_url, branching())
@@ -281,7 +284,7 @@ def test_a_column_is_what_pyarrow_makes_of_the_same_values(data: st.DataObject) 
 def test_an_export_does_not_load_pandas_which_takes_more_memory_than_the_export(
     sqlite_url: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pandas")
+    assert importlib.util.find_spec("pandas") is not None
     asyncio.run(put_linear(sqlite_url, 2))
     program = (
         "import asyncio, sys\nfrom tokencustody.audit import export\n"

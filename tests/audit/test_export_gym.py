@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import nemo_gym.token_id_capture as gym
 import pytest
 
 from tests.audit.exports import RUN, branching, left_out, put_linear, put_rollout, put_staged
@@ -17,8 +18,6 @@ from tests.support.rollouts import linear_rollout
 from tests.support.staged import stage
 from tokencustody import TokenEntry, open_store
 from tokencustody.audit import ExportError, ExportOptions, export
-
-gym = pytest.importorskip("nemo_gym.token_id_capture", reason="the peer is installed beside the tests")
 
 GYM = ExportOptions(format="gym", run=RUN)
 ALL = ExportOptions(format="gym", run=RUN, include_incomplete=True)

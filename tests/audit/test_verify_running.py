@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import os
 import secrets
@@ -18,7 +17,9 @@ import pytest
 from sqlalchemy import text
 
 from tests.audit.verifying import OTHER_RUN, RUN, behind, change, fill
+from tests.support.archive import archived, python
 from tests.support.entries import make_entry
+from tests.support.machine import needs_linux
 from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
 from tokencustody.audit import RolloutFilter, RolloutNotFoundError, verify
@@ -175,19 +176,8 @@ def test_nothing_is_written_to_a_sqlite_file_whose_log_holds_calls(sqlite_url: s
     assert [(hashlib.sha256(file.read_bytes()).digest(), file.stat().st_mtime_ns) for file in files] == before
 
 
-_DROP_FROM_BOUNDING_SET, _CAPABILITIES = 24, 64
-
-
-def _without_privileges() -> None:
-    """Let file modes count for root too, from the next program on."""
-    if os.getuid() == 0:
-        process = ctypes.CDLL(None)
-        for capability in range(_CAPABILITIES):
-            process.prctl(_DROP_FROM_BOUNDING_SET, capability)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="root is bound by file modes only where Linux lets it be")
 def test_an_archived_file_is_verified_in_a_folder_where_nothing_can_be_written(tmp_path: Path) -> None:
+    needs_linux("a way to bind root by file modes")
     folder = tmp_path / "archive"
     folder.mkdir()
     path = folder / "captures.db"
@@ -196,21 +186,8 @@ def test_an_archived_file_is_verified_in_a_folder_where_nothing_can_be_written(t
     verifying = (
         "import sys; from tokencustody.audit import verify; print(verify(sys.argv[1]).counts.rollouts)"
     )
-    cannot_create = f"open({str(folder / 'new')!r}, 'x')"
-    path.chmod(0o444)
-    folder.chmod(0o555)
-
-    def python(script: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", script, str(path)]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, preexec_fn=_without_privileges
-        )
-
-    try:
-        assert "PermissionError" in python(cannot_create).stderr
-        done = python(verifying)
-    finally:
-        folder.chmod(0o755)
+    with archived(path):
+        done = python("-c", verifying, str(path))
 
     assert (done.stdout, done.stderr) == ("18\n", "")
     assert [each.name for each in folder.iterdir()] == ["captures.db"]

@@ -14,11 +14,9 @@ import pytest
 
 from tests.audit.audited import RUN, fill
 from tests.support.archive import archived, python
+from tests.support.machine import needs_linux
 from tokencustody.sql import migrate
 
-linux = pytest.mark.skipif(
-    sys.platform != "linux", reason="root is bound by file modes only where Linux lets it be"
-)
 READING = [
     ["runs"],
     ["rollouts"],
@@ -52,8 +50,8 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-@linux
 def test_an_archive_says_what_the_same_file_says_where_it_can_be_written(file: Path) -> None:
+    needs_linux("a way to bind root by file modes")
     before = contents(file.parent)
     said = [command(words, file) for words in READING]
     assert contents(file.parent)[file.name] == before[file.name]
@@ -106,8 +104,8 @@ def test_what_waits_in_a_log_is_read_and_stays_there(file: Path) -> None:
     assert "77" in command(["sql", "--csv", "SELECT DISTINCT version FROM fences"], file).stdout.splitlines()
 
 
-@linux
 def test_what_a_transaction_left_that_did_not_end_is_never_read(file: Path) -> None:
+    needs_linux("a way to bind root by file modes")
     with_a_journal(file)
     # Where it cannot be rolled back, there is nothing that could be read.
     with archived(file):

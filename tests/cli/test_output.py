@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.machine import needs_linux
 from tokencustody.sql import migrate
 
 FULL = Path("/dev/full")
-needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no device that is always full")
 SERIES = {
     "sqlite": "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100000) SELECT * FROM n",
     "postgresql": "SELECT * FROM generate_series(1, 100000)",
@@ -28,7 +28,6 @@ def run(words: Sequence[str], url: str, **options: Any) -> subprocess.CompletedP
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment, **options)
 
 
-@needs_full
 @pytest.mark.parametrize(
     "words",
     [
@@ -42,14 +41,15 @@ def run(words: Sequence[str], url: str, **options: Any) -> subprocess.CompletedP
     ids=lambda words: " ".join(words)[:20],
 )
 def test_a_full_disk_is_told_in_one_line(sqlite_url: str, words: list[str]) -> None:
+    needs_linux("a device that is always full")
     migrate.upgrade(sqlite_url)
     with FULL.open("w") as full:
         done = run(words, sqlite_url, stdout=full)
     assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")
 
 
-@needs_full
 def test_rows_of_a_server_that_find_no_room_are_told_in_one_line(postgres_url: str) -> None:
+    needs_linux("a device that is always full")
     with FULL.open("w") as full:
         done = run(["sql", "--json", SERIES["postgresql"]], postgres_url, stdout=full, flags=["-u"])
     assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")

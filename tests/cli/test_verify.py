@@ -16,6 +16,7 @@ import pytest
 
 from tests.audit.verifying import RUN, change, fill
 from tests.support.filling import fill as fill_rows
+from tests.support.machine import needs_linux
 from tokencustody.cli import main
 from tokencustody.sql import migrate
 
@@ -143,11 +144,11 @@ def _is_verifying(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux for the children of a process")
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
 def test_what_was_stopped_leaves_no_process_and_goes_on(
     store_url: str, tmp_path: Path, stop: signal.Signals
 ) -> None:
+    needs_linux("/proc, which tells the children of a process")
     fill(store_url)
     # Rows without sense: each is a finding, of which none may be lost or come twice.
     fill_rows(store_url, 4_000)

@@ -12,10 +12,10 @@ import subprocess
 import sys
 from functools import cache
 
-import pytest
 from sqlalchemy import insert
 
 from tests.support.entries import make_entry
+from tests.support.machine import needs_linux
 from tokencustody import TokenEntry, open_store
 from tokencustody.sql.codec import pack_entry, validated
 from tokencustody.sql.id_columns import PackedIds
@@ -96,10 +96,10 @@ def rows() -> tuple[list[dict[str, object]], int]:
     return made, sum(len(row["payload"]) for row in made)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="this machine has no /proc, which tells what is resident")
 async def test_a_freeze_of_ten_thousand_calls_holds_the_snapshot_and_not_the_packed_rows_beside_it(
     store_url: str,
 ) -> None:
+    needs_linux("/proc, which tells what is resident")
     made, packed = rows()
     assert packed > 3 * MOST_HELD
     async with open_store(store_url) as store:

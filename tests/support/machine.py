@@ -10,6 +10,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import NoReturn
@@ -36,6 +37,12 @@ def needs_root() -> None:
     """End the test unless this process is root."""
     if os.getuid() != 0:
         _missing("only root can do this")
+
+
+def needs_linux(what: str) -> None:
+    """End the test unless this is Linux, which alone has `what`."""
+    if sys.platform != "linux":
+        _missing(f"this machine is no Linux, which has {what}")
 
 
 def needs_mounts() -> None:

@@ -39,6 +39,7 @@ from sqlalchemy import Connection
 
 from tokencustody.errors import InvalidRecordError, TokenCaptureRetiredError
 from tokencustody.sql import registry
+from tokencustody.sql.folders import make_folder, sync_folder
 from tokencustody.sql.tables import FailureKind, VersionEvent
 from tokencustody.sql.url import DatabaseUrl
 from tokencustody.store.fence import (
@@ -124,7 +125,7 @@ class Spill:
         """Write a mark; return its file once that survives a power cut. Raises OSError."""
         path = self.folder / _name(mark)
         temporary = path.with_suffix(".tmp")
-        _make_folder(self.folder)
+        make_folder(self.folder)
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
@@ -132,8 +133,8 @@ class Spill:
                 file.flush()
                 os.fsync(descriptor)
             temporary.rename(path)
-            _sync(self.folder)
-            _sync(self.folder.parent)
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -218,7 +219,7 @@ class Spill:
         """Make removals survive a power cut, after which a mark could come back to a rollout that was deleted."""
         for folder in {path.parent for path in removed}:
             with contextlib.suppress(OSError):
-                _sync(folder)
+                sync_folder(folder)
 
 
 def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
@@ -362,19 +363,3 @@ def _files_of_others(folder: Path, infix: str) -> list[Path]:
 def _read(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(_LARGEST_FILE)
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        _make_folder(folder.parent)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(0o700)
-        _sync(folder.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tokencustody.audit.export.report import ExportError, Part, WrittenFile
+from tokencustody.sql.folders import make_folder, sync_folder
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.jsonl"
@@ -48,7 +49,7 @@ class ExportFolder:
     def opened(self) -> Iterator[None]:
         """Hold the folder. Raises ExportError when another process does, or when it cannot be made or written."""
         with saying(self.path):
-            _make(self.path)
+            make_folder(self.path)
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with saying(self.path):
@@ -185,7 +186,7 @@ class ExportFolder:
         self._sync()
 
     def _sync(self) -> None:
-        _sync(self.path)
+        sync_folder(self.path)
 
 
 def _object(data: bytes, path: Path) -> dict[str, Any]:
@@ -204,23 +205,6 @@ def _measured(path: Path) -> tuple[int, str]:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _make(folder: Path) -> None:
-    if not folder.is_dir():
-        _make(folder.parent)
-        with contextlib.suppress(FileExistsError):
-            # Its owner's alone, as the database file is; so are the files.
-            folder.mkdir(0o700)
-        _sync(folder.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -12,25 +12,14 @@ from tokencustody.audit.verify.calls import ProvenCall
 from tokencustody.audit.verify.findings import Found, Rule
 from tokencustody.sql.codec import first_problem
 from tokencustody.sql.row_hash import is_proven
+from tokencustody.sql.staged_codec import CALL_COLUMNS
 from tokencustody.sql.tables import ledger_calls, ledger_failures
 from tokencustody.staging.records import CallRecord
 from tokencustody.store.fence import RolloutKey
 
 _RECORD_COLUMNS = tuple(name for name in CallRecord.model_fields if name in ledger_calls.c)
 # What a staged call says too.
-SHARED_COLUMNS = (
-    "model_call_id",
-    "parent_call_id",
-    "mode",
-    "prev_len",
-    "delta_len",
-    "cum_len",
-    "weight_version",
-    "digest",
-    "extras_digest",
-    "chain_hash",
-    "cumulative_hash",
-)
+SHARED_COLUMNS = tuple(name for name in CALL_COLUMNS if name != "rollout_id")
 _RESTORE = "restore the row from a backup"
 
 
