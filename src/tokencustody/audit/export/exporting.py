@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from sqlalchemy import Connection, func, select
-
 from tokencustody.audit.asked import check_asked
+from tokencustody.audit.export.beginning import check_runs, report_of_nothing, why_not
 from tokencustody.audit.export.calls import CallsPart
 from tokencustody.audit.export.folder import ExportFolder, saying
 from tokencustody.audit.export.gym import GymPart
@@ -34,7 +33,7 @@ from tokencustody.audit.export.report import (
     WrittenFile,
 )
 from tokencustody.audit.export.rewards import Rewards, read_rewards
-from tokencustody.audit.selection import count, pages, select_fences
+from tokencustody.audit.selection import count, pages
 from tokencustody.errors import CorruptEntryError
 from tokencustody.sql.faults import reach
 from tokencustody.sql.registry import identity_of
@@ -107,10 +106,10 @@ async def export(
     marks = ExportMarks(url, deadline=deadline, pool_size=1, spill=spill)
     try:
         # The database first: an address, or a name, that leads nowhere leaves no folder behind.
-        await _check_runs(database, options, joined)
+        await check_runs(database, options, joined)
         if not folder.is_begun:
             await check_asked(database, options.filter())
-            nothing = await _nothing(database, folder, options)
+            nothing = await report_of_nothing(database, folder, options)
             if nothing is not None:
                 return nothing
         with folder.opened():
@@ -239,7 +238,7 @@ class _Export:
             self._left_out.append(_corrupt(key, exc))
             return
         # It may be deleted since its page was read.
-        why = Why.UNKNOWN if rows is None else _why_not(rows.state, rows.incomplete, self._options)
+        why = Why.UNKNOWN if rows is None else why_not(rows.state, rows.incomplete, self._options)
         if rows is None or why is not None:
             self._left_out.append(LeftOut.of(key, why or Why.UNKNOWN))
             return
@@ -342,16 +341,6 @@ class _Export:
         return report, [Exported(**each) for part in parts for each in part["rollouts"]]
 
 
-def _why_not(state: FenceState, incomplete: bool, options: ExportOptions) -> Why | None:
-    match state:
-        case FenceState.OPEN:
-            return Why.NOT_FROZEN
-        case FenceState.RETIRED:
-            return Why.RETIRED
-        case FenceState.FROZEN:
-            return Why.INCOMPLETE if incomplete and not options.include_incomplete else None
-
-
 def _corrupt(key: RolloutKey, exc: CorruptEntryError) -> LeftOut:
     return LeftOut.of(key, Why.CORRUPT, detail=str(exc)[:500])
 
@@ -359,45 +348,6 @@ def _corrupt(key: RolloutKey, exc: CorruptEntryError) -> LeftOut:
 def _identity(url: DatabaseUrl) -> str:
     """Return what tells the database from others, without its password."""
     return identity_of(url) or (url.dsn if url.is_sqlite else url.display)
-
-
-async def _check_runs(database: Database, options: ExportOptions, rewards: Rewards) -> None:
-    """Refuse several runs where a rollout id alone must name a rollout."""
-    statement = select(select_fences(options.filter()).subquery("matching").c.run).distinct().limit(2)
-
-    def look(connection: Connection) -> int:
-        return len(connection.execute(statement).all())
-
-    several = await database.read(look) > 1
-    if several and options.format is Format.GYM:
-        raise ExportError("Gym's files know no runs, and the database has several: choose one with --run")
-    if several and not rewards.has_runs:
-        raise ExportError(
-            "the rewards have no column run, and the database has several runs: add it, or choose one with --run"
-        )
-
-
-async def _nothing(database: Database, folder: ExportFolder, options: ExportOptions) -> ExportReport | None:
-    """Return the report of an export that has nothing to write, or None where it has."""
-    matching = select_fences(options.filter()).subquery("matching").c
-    kinds = select(matching.state, matching.incomplete, func.count()).group_by(
-        matching.state, matching.incomplete
-    )
-
-    def look(connection: Connection) -> ExportReport | None:
-        left_out: Counter[str] = Counter()
-        for state, incomplete, rollouts in connection.execute(kinds):
-            why = _why_not(FenceState(state), bool(incomplete), options)
-            if why is None:
-                return None
-            if why is not Why.RETIRED or options.rollout_ids is not None:
-                left_out[why] += rollouts
-        named = set(options.rollout_ids or ())
-        unknown = sorted(named - set(connection.scalars(select(matching.rollout_id)))) if named else []
-        left_out += Counter({Why.UNKNOWN: len(unknown)})
-        return ExportReport(folder.path, "", options.format, left_out=left_out, unknown=tuple(unknown))
-
-    return await database.read(look)
 
 
 async def _hand_over(
