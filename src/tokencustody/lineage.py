@@ -36,15 +36,41 @@ class Candidate:
     cum_len: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """By what a later request is known to continue a call: both hashes, and the version that made them."""
+
+    fingerprint: str
+    context_len: int
+    context_digest: str
+    version: int
+
+
+def continuation_of(
+    request_items: Sequence[dict[str, Any]], response_items: Sequence[dict[str, Any]]
+) -> Continuation:
+    """Return by what a request is known that continues a call: `request_items` answered with `response_items`.
+
+    Raises ValueError for items that cannot be hashed.
+    """
+    return Continuation(
+        assistant_fingerprint([*request_items, *response_items]),
+        len(request_items),
+        conversation_digest(request_items),
+        FINGERPRINT_VERSION,
+    )
+
+
 def stamp_continuation(entry: TokenEntry, request_items: list[dict[str, Any]]) -> TokenEntry:
     """Fill the continuation fields of `entry` in place from its request and its output items, and return it.
 
     Entries without them are invisible to resolution. Raises ValueError for items that cannot be hashed.
     """
-    entry.continuation_fingerprint = assistant_fingerprint([*request_items, *entry.output_items])
-    entry.continuation_context_len = len(request_items)
-    entry.continuation_context_digest = conversation_digest(request_items)
-    entry.fingerprint_version = FINGERPRINT_VERSION
+    made = continuation_of(request_items, entry.output_items)
+    entry.continuation_fingerprint = made.fingerprint
+    entry.continuation_context_len = made.context_len
+    entry.continuation_context_digest = made.context_digest
+    entry.fingerprint_version = made.version
     return entry
 
 
