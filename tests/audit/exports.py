@@ -110,7 +110,7 @@ def json_lines(out: Path) -> list[dict[str, Any]]:
 
 def manifest(out: Path) -> dict[str, Any]:
     """Return the manifest."""
-    found: dict[str, Any] = json.loads((out / "manifest.json").read_bytes())
+    found: dict[str, Any] = json.loads((out / "_manifest.json").read_bytes())
     return found
 
 

@@ -243,7 +243,7 @@ async def test_a_manifest_that_was_changed_after_it_was_marked_retires_nothing(
     # At the front, so that it would be the first to go.
     document["parts"][0]["rollouts"].insert(0, added)
     for told in ("lists 3 rollouts", "is not the one that was written"):
-        (tmp_path / "out" / "manifest.json").write_text(json.dumps(document))
+        (tmp_path / "out" / "_manifest.json").write_text(json.dumps(document))
         with pytest.raises(ExportError, match=told):
             await export(store_url, tmp_path / "out", retire=True)
         assert set((await states(store_url)).values()) == {"frozen"}
@@ -256,7 +256,7 @@ async def test_nothing_is_marked_or_retired_when_a_file_is_not_what_the_manifest
 ) -> None:
     await put_linear(store_url, 2)
     await export(store_url, tmp_path / "out", mark=False)
-    path = tmp_path / "out" / ("manifest.json" if damage == "manifest" else "part-00000.parquet")
+    path = tmp_path / "out" / ("_manifest.json" if damage == "manifest" else "part-00000.parquet")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     match damage:

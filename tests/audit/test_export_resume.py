@@ -60,7 +60,7 @@ def contents(out: Path) -> dict[str, str]:
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in out.iterdir()
-        if path.name != "manifest.json"
+        if path.name != "_manifest.json"
     }
 
 
@@ -95,11 +95,11 @@ async def kill_and_complete(store_url: str, tmp_path: Path, form: str, point: st
     )
     assert killed.returncode == -signal.SIGKILL
     named = {path.name for path in out.iterdir() if not path.name.endswith(".partial")}
-    assert named - {"manifest.json", "progress.jsonl"} <= contents(whole).keys()
+    assert named - {"_manifest.json", "_progress.jsonl"} <= contents(whole).keys()
     assert {name: contents(out)[name] for name in named & contents(whole).keys()}.items() <= contents(
         whole
     ).items()
-    assert ("manifest.json" in named) is (point in POINTS[-2:])
+    assert ("_manifest.json" in named) is (point in POINTS[-2:])
     retired_before = (await states(store_url)).count("retired")
     assert retired_before == (2 if point == POINTS[-1] else 0)
 
@@ -137,7 +137,7 @@ async def test_a_torn_line_of_the_progress_is_forgotten(store_url: str, tmp_path
     out = tmp_path / "out"
     with stopping_at("an export noted a part", times=1), pytest.raises(asyncio.CancelledError):
         await export(store_url, out, options("calls"))
-    progress = out / "progress.jsonl"
+    progress = out / "_progress.jsonl"
     noted = progress.read_bytes()
     progress.write_bytes(noted + noted.splitlines()[-1][:40])
     report = await export(store_url, out, options("calls"))
@@ -170,8 +170,8 @@ async def test_a_stopped_export_leaves_no_temporary_file(store_url: str, tmp_pat
     with stopping_at("an export noted a part", times=1), pytest.raises(asyncio.CancelledError):
         await export(store_url, tmp_path / "out", options("parquet"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "_progress.jsonl",
         "part-00000.parquet",
-        "progress.jsonl",
     ]
 
 
@@ -246,7 +246,7 @@ async def test_a_folder_with_other_files_is_refused_and_left_as_it_is(
     sqlite_url: str, tmp_path: Path
 ) -> None:
     await put_linear(sqlite_url, 1)
-    for name in ("thesis.txt", "part-00000.parquet", "manifest.json"):
+    for name in ("thesis.txt", "part-00000.parquet", "_manifest.json", "manifest.json"):
         out = tmp_path / f"with-{name}"
         out.mkdir()
         (out / name).write_text("{}")
@@ -296,5 +296,5 @@ async def test_a_full_disk_is_named_and_leaves_what_can_be_resumed(
     )
     assert re.search("out.*: File too large", ended.stdout), ended
     assert not ended.stderr
-    assert [path.name for path in out.iterdir()] == ["progress.jsonl"]
+    assert [path.name for path in out.iterdir()] == ["_progress.jsonl"]
     assert (await export(postgres_url, out, ExportOptions(format=form))).rollouts == 3  # type: ignore[arg-type]

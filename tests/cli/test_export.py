@@ -238,7 +238,7 @@ def test_ctrl_c_keeps_finished_files_and_the_same_command_goes_on(
     assert stopped.returncode != 0
     assert "interrupted: finished files stay" in stopped.stderr
     assert "Traceback" not in stopped.stderr
-    assert sorted(path.name for path in out.iterdir()) == ["part-00000.parquet", "progress.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == ["_progress.jsonl", "part-00000.parquet"]
     ended = run(*arguments)
     assert (ended.code, "resumed" in ended.out) == (0, True)
     assert [row["rollout_id"] for row in parquet_rows(out)] == ["rollout-000", "rollout-001", "rollout-002"]

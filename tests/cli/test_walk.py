@@ -78,7 +78,7 @@ def test_a_rollout_of_the_real_model_is_found_verified_exported_loaded_and_retir
     (tmp_path / "rewards.csv").write_text(f"rollout_id,reward\n{ROLLOUT},0.5\n")
     export = ("export", "batch-1", "--run", RUN, "--rewards", "rewards.csv")
     shell(*export)
-    manifest = json.loads((tmp_path / "batch-1" / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "batch-1" / "_manifest.json").read_text())
     assert manifest["counts"]["rollouts"] == 1
     assert manifest["counts"]["left_out"] == {"incomplete": 1}
     (marked,) = shell("sql", f"SELECT rollout_id, destination FROM audit_exports WHERE run = '{RUN}'")

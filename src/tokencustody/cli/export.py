@@ -98,7 +98,7 @@ def export(
 ) -> None:
     """Write frozen rollouts to files: whole files only, the manifest last.
 
-    The same command on the same folder goes on where it was stopped. What is left out stands in manifest.json with its
+    The same command on the same folder goes on where it was stopped. What is left out stands in _manifest.json with its
     reason. While there is nothing to export, no folder is made. Exit code 1 when a run or prefix is not there, when a
     rollout is corrupt or unknown, changed since it was exported, or stays despite --retire.
     """

@@ -23,8 +23,12 @@ from typing import Any, BinaryIO
 from tokencustody.audit.export.report import ExportError, Part, WrittenFile
 from tokencustody.sql.folders import make_folder, sync_folder
 
-MANIFEST = "manifest.json"
-PROGRESS = "progress.jsonl"
+# Underscores: readers of whole folders (pandas, pyarrow, Spark) take every other file for a part.
+MANIFEST = "_manifest.json"
+PROGRESS = "_progress.jsonl"
+# Their names in folders of before.
+_OLD_MANIFEST = "manifest.json"
+_OLD_PROGRESS = "progress.jsonl"
 _TEMPORARY = ".partial"
 # What a part may consist of; nothing else in the folder is ever removed.
 _OURS = re.compile(
@@ -43,7 +47,7 @@ class ExportFolder:
     @property
     def is_begun(self) -> bool:
         """Whether an export was begun or finished here."""
-        return any((self.path / name).exists() for name in (MANIFEST, PROGRESS))
+        return self._manifest_path.exists() or self._progress_path.exists()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -62,19 +66,20 @@ class ExportFolder:
 
     def manifest(self) -> tuple[dict[str, Any], str] | None:
         """Return the manifest and the SHA-256 of its bytes, if the export is finished."""
-        with saying(self.path / MANIFEST):
+        path = self._manifest_path
+        with saying(path):
             try:
-                data = (self.path / MANIFEST).read_bytes()
+                data = path.read_bytes()
             except FileNotFoundError:
                 return None
-        return _object(data, self.path / MANIFEST), hashlib.sha256(data).hexdigest()
+        return _object(data, path), hashlib.sha256(data).hexdigest()
 
     def progress(self) -> tuple[dict[str, Any], list[Part]] | None:
         """Return the header of an export that is not finished, and its finished parts; forget a torn last line.
 
         Raises ExportError for a folder that holds anything else.
         """
-        progress = self.path / PROGRESS
+        progress = self._progress_path
         with saying(progress):
             if not progress.exists():
                 if any(path.suffix != _TEMPORARY for path in self.path.iterdir()):
@@ -162,8 +167,9 @@ class ExportFolder:
 
     def remove_progress(self) -> None:
         """Remove the progress file of a finished export, if it is still there."""
-        with saying(self.path / PROGRESS):
-            (self.path / PROGRESS).unlink(missing_ok=True)
+        path = self._progress_path
+        with saying(path):
+            path.unlink(missing_ok=True)
         self._sync()
 
     def verify(self, files: Iterable[WrittenFile]) -> None:
@@ -174,16 +180,29 @@ class ExportFolder:
                 found = _measured(path)
             if found != (file.bytes, file.sha256):
                 raise ExportError(
-                    f"{path} is not the file that {MANIFEST} lists: its bytes differ; nothing was retired or marked. "
-                    "Restore the file, or export into a new folder"
+                    f"{path} is not the file that {self._manifest_path.name} lists: its bytes differ; nothing was "
+                    "retired or marked. Restore the file, or export into a new folder"
                 )
 
     def _note(self, document: dict[str, Any]) -> None:
-        with saying(self.path / PROGRESS), open(self.path / PROGRESS, "ab", opener=_private) as stream:
+        path = self._progress_path
+        with saying(path), open(path, "ab", opener=_private) as stream:
             stream.write(json.dumps(document).encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
         self._sync()
+
+    @property
+    def _manifest_path(self) -> Path:
+        return self._named(MANIFEST, _OLD_MANIFEST)
+
+    @property
+    def _progress_path(self) -> Path:
+        return self._named(PROGRESS, _OLD_PROGRESS)
+
+    def _named(self, name: str, old: str) -> Path:
+        path = self.path / name
+        return self.path / old if not path.exists() and (self.path / old).exists() else path
 
     def _sync(self) -> None:
         sync_folder(self.path)

@@ -1,0 +1,82 @@
+"""The folder of an export as others meet it: readers of whole folders, and folders of an earlier version."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.audit.exports import put_linear
+from tests.audit.test_export_resume import stopping_at
+from tokencustody.audit import ExportOptions, export
+
+OLD_NAMES = {"_manifest.json": "manifest.json", "_progress.jsonl": "progress.jsonl"}
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
+async def test_pandas_pyarrow_and_datasets_read_the_folder_as_it_is(
+    store_url: str, tmp_path: Path, finished: bool
+) -> None:
+    import datasets
+    import pandas
+    import pyarrow.dataset
+    import pyarrow.parquet
+
+    await put_linear(store_url, 4)
+    out = tmp_path / "out"
+    if finished:
+        await export(store_url, out, ExportOptions(rows_per_file=2))
+    else:
+        with stopping_at("an export noted a part", times=2), pytest.raises(asyncio.CancelledError):
+            await export(store_url, out, ExportOptions(rows_per_file=2))
+    assert len(list(out.iterdir())) == 3
+    ids = [f"rollout-{number:03}" for number in range(4)]
+    assert list(pandas.read_parquet(out)["rollout_id"]) == ids
+    assert pyarrow.parquet.read_table(out)["rollout_id"].to_pylist() == ids
+    assert pyarrow.dataset.dataset(out).to_table()["rollout_id"].to_pylist() == ids
+    loaded = datasets.load_dataset(str(out), cache_dir=str(tmp_path / "cache"))["train"]
+    assert loaded["rollout_id"][:] == ids
+
+
+async def test_pyarrow_reads_the_lines_of_calls_as_they_are(store_url: str, tmp_path: Path) -> None:
+    import pyarrow.dataset
+
+    await put_linear(store_url, 2)
+    await export(store_url, tmp_path / "out", ExportOptions(format="calls"))  # type: ignore[arg-type]
+    lines = pyarrow.dataset.dataset(tmp_path / "out", format="json").to_table()
+    assert lines["rollout_id"].to_pylist() == ["rollout-000"] * 3 + ["rollout-001"] * 3
+
+
+def rename_to_old(out: Path) -> None:
+    for path in list(out.iterdir()):
+        path.rename(out / OLD_NAMES.get(path.name, path.name))
+
+
+async def test_a_finished_folder_of_before_is_handed_over_under_its_old_name(
+    store_url: str, tmp_path: Path
+) -> None:
+    await put_linear(store_url, 2)
+    out = tmp_path / "out"
+    first = await export(store_url, out)
+    rename_to_old(out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    again = await export(store_url, out, retire=True)
+    assert (again.already_finished, again.export_id, again.retired) == (True, first.export_id, 2)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert before.keys() == {"manifest.json", "part-00000.parquet"}
+
+
+async def test_an_unfinished_folder_of_before_is_gone_on_with(store_url: str, tmp_path: Path) -> None:
+    await put_linear(store_url, 4)
+    out, options = tmp_path / "out", ExportOptions(rows_per_file=2)
+    with stopping_at("an export noted a part", times=1), pytest.raises(asyncio.CancelledError):
+        await export(store_url, out, options)
+    rename_to_old(out)
+    report = await export(store_url, out, options)
+    assert (report.resumed, report.rollouts) == (True, 4)
+    assert {path.name for path in out.iterdir()} == {
+        "_manifest.json",
+        "part-00000.parquet",
+        "part-00001.parquet",
+    }
