@@ -16,12 +16,12 @@ from tests.support import filling
 from tests.support.entries import make_entry
 from tokencustody import open_store
 from tokencustody.audit import Reason, RolloutReader
-from tokencustody.migrations import views_0004
+from tokencustody.migrations import views_0005
 from tokencustody.sql.tables import entries, exports, ledger_calls, snapshot_versions, staged_calls
 from tokencustody.sql.url import parse_url
 from tokencustody.store import SqlStagingStore
 
-VIEWS = sorted(views_0004.views("sqlite"))
+VIEWS = sorted(views_0005.views("sqlite"))
 # What each database makes anew.
 ITS_OWN = {"row_sha256", "snapshot_id", "event_id", "since"}
 

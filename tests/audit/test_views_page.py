@@ -10,7 +10,7 @@ import pytest
 
 from tests.audit.audited import ask, fill
 from tokencustody.cli import main
-from tokencustody.migrations import views_0004
+from tokencustody.migrations import views_0005
 
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
 EXAMPLES = re.findall(r"```sql\n(.*?)\n```\n\n```text\n(.*?)\n```", PAGE, re.DOTALL)
@@ -22,7 +22,7 @@ def test_the_page_names_each_view_with_its_columns(store_url: str) -> None:
         view: re.findall(r"`(\w+)`", columns)
         for view, columns in re.findall(r"### (audit_\w+)\n.*?\nColumns: (.*?)\.\n", PAGE, re.DOTALL)
     }
-    assert documented.keys() == views_0004.views("sqlite").keys()
+    assert documented.keys() == views_0005.views("sqlite").keys()
     for view, columns in documented.items():
         assert [*ask(store_url, f"SELECT * FROM {view} LIMIT 1")[0]] == columns
 
@@ -31,7 +31,7 @@ def test_each_documented_query_gives_the_output_that_the_page_shows(
     store_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(store_url)
-    assert len(EXAMPLES) >= len(views_0004.views("sqlite"))
+    assert len(EXAMPLES) >= len(views_0005.views("sqlite"))
     for query, expected in EXAMPLES:
         monkeypatch.setattr(sys, "argv", ["tokencustody", "sql", "--url", store_url, query])
         with pytest.raises(SystemExit) as exited:

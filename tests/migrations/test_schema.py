@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection
 
 from tests.migrations import probes
-from tokencustody.migrations import views_0004
+from tokencustody.migrations import views_0005
 from tokencustody.sql import migrate, tables
 from tokencustody.sql.url import parse_url
 
@@ -110,7 +110,7 @@ def test_check_names_what_differs(empty_url: str, dialect: str, drift: str, expe
         assert any(problem == line or problem.startswith(line.rstrip("*")) for problem in problems), problems
 
 
-VIEWS = sorted(views_0004.views("sqlite"))
+VIEWS = sorted(views_0005.views("sqlite"))
 
 
 @pytest.mark.parametrize("view", VIEWS)

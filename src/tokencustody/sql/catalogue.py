@@ -18,7 +18,7 @@ from sqlalchemy import (
     text,
 )
 
-from tokencustody.migrations import functions_0004, views_0004
+from tokencustody.migrations import functions_0004, views_0004, views_0005
 
 
 def declared(metadata: MetaData, dialect: Dialect) -> set[str]:
@@ -37,7 +37,7 @@ def found(connection: Connection, metadata: MetaData) -> set[str]:
 
 def declared_routines(dialect: Dialect) -> set[str]:
     """Return one line for each view, and on PostgreSQL each function, of the newest revision."""
-    views = {f"view {name}" for name in views_0004.views(dialect.name)}
+    views = {f"view {name}" for name in views_0005.views(dialect.name)}
     if dialect.name == "sqlite":
         return views
     return views | {f"function {name}" for name in functions_0004.functions()}
@@ -47,12 +47,12 @@ def found_routines(connection: Connection) -> set[str]:
     """Return the same lines, read from the database, for those that it has; one that was altered says so."""
     if connection.dialect.name == "sqlite":
         created = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE type = 'view'"))
-        views = views_0004.views("sqlite")
+        views = views_0005.views("sqlite")
         same = {name: statement == views.get(name) for name, statement in created if name in views}
         return {_routine("view", name, same[name]) for name in same}
     found = set()
     for name, same in connection.execute(text(_POSTGRESQL_VIEWS)):
-        if name in views_0004.views("postgresql"):
+        if name in views_0005.views("postgresql"):
             found.add(_routine("view", name, same))
     functions = functions_0004.functions()
     for name, body, as_created in connection.execute(text(_POSTGRESQL_FUNCTIONS)):

@@ -46,7 +46,7 @@ Revisions = tuple[str | None, str | None]
 Work = Callable[[Connection], Revisions]
 
 # Every released revision, oldest first. Kept here so that opening a store does not import Alembic.
-REVISIONS = ("0001_capture", "0002_staging", "0003_prefix_sharing", "0004_audit")
+REVISIONS = ("0001_capture", "0002_staging", "0003_prefix_sharing", "0004_audit", "0005_late_ledger")
 HEAD = REVISIONS[-1]
 
 WIRE_SCHEMAS = {

@@ -2,7 +2,8 @@
 
 It is the SHA-256 of one line of JSON, in ASCII and without spaces: a list of [column, value] for each column of the
 table in the order of their names, but for the hash itself and for columns of bytes, which have a hash of their own
-beside them. A time is what SQLite stores, `YYYY-MM-DD HH:MM:SS.ffffff` in UTC, a float its hexadecimal form.
+beside them. A column that came after the hashes, in revision 0005, is left out where it is null, so that older rows
+keep theirs. A time is what SQLite stores, `YYYY-MM-DD HH:MM:SS.ffffff` in UTC, a float its hexadecimal form.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from sqlalchemy import LargeBinary, Table
 
 HASH_COLUMN = "row_sha256"
+_LATER = {"recorded_fingerprint", "recorded_fingerprint_version"}
 
 
 def row_sha256(table: Table, row: Mapping[str, Any]) -> str:
@@ -25,7 +27,9 @@ def row_sha256(table: Table, row: Mapping[str, Any]) -> str:
         for column in table.columns
         if column.name != HASH_COLUMN and not isinstance(column.type, LargeBinary)
     )
-    values = [[name, _plain(row.get(name))] for name in columns]
+    values = [
+        [name, _plain(row.get(name))] for name in columns if name not in _LATER or row.get(name) is not None
+    ]
     return hashlib.sha256(json.dumps(values, separators=(",", ":")).encode()).hexdigest()
 
 

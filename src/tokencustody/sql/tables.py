@@ -51,6 +51,9 @@ class VersionEvent(StrEnum):
     FREEZE = "freeze"
     DROP = "drop"
     RETIRE = "retire"
+    # Behind a freeze: ledger rows, and calls that were staged.
+    LATE_LEDGER = "late_ledger"
+    LATE_STAGE = "late_stage"
 
 
 class FailureKind(StrEnum):
@@ -183,7 +186,8 @@ intents = Table(
     Column("written_by", Text, nullable=False),
     PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_intents"),
     _belongs_to_fence("intents"),
-    CheckConstraint("(refusal_code IS NULL) = (refused_at IS NULL)", name="ck_intents_refusal"),
+    # An engine may refuse without a code.
+    CheckConstraint("refusal_code IS NULL OR refused_at IS NOT NULL", name="ck_intents_refusal"),
 )
 
 failures = Table(
@@ -215,8 +219,10 @@ snapshot_versions = Table(
     Column("snapshot_id", Text),
     Column("recorded_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
-    # Of a freeze: the hash of what the rollout held (see `store.seal`). Freezes before revision 0004 have none.
+    # The hash of what the rollout held (see `store.seal`), and which hash it is: none is the one of revision 0004.
+    # Freezes before that have no seal.
     Column("sealed_sha256", Text),
+    Column("seal_version", BigInteger),
     PrimaryKeyConstraint("run", "rollout_id", "version", name="pk_snapshot_versions"),
     UniqueConstraint("run", "rollout_id", "event_id", name="uq_snapshot_versions_event_id"),
     _belongs_to_fence("snapshot_versions"),
@@ -284,6 +290,10 @@ ledger_calls = Table(
     Column("payload_sha256", Text, nullable=False),
     # The hash of the other columns: see `sql.row_hash`. Rows that are older than revision 0004 have none.
     Column("row_sha256", Text),
+    # What the record said, where the columns without `recorded_` hold what the store derived from the conversation.
+    # Rows that are older than revision 0005 have none: theirs hold what their record said.
+    Column("recorded_fingerprint", Text),
+    Column("recorded_fingerprint_version", BigInteger),
     PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_ledger_calls"),
     UniqueConstraint("run", "rollout_id", "position", name="uq_ledger_calls_position"),
     _belongs_to_fence("ledger_calls"),
@@ -309,12 +319,13 @@ ledger_failures = Table(
     Column("recorded_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
     Column("row_sha256", Text),
-    PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_ledger_failures"),
-    UniqueConstraint("run", "rollout_id", "position", name="uq_ledger_failures_position"),
+    # By its position, for a call may have failed for several reasons, which may be longer than an index holds.
+    PrimaryKeyConstraint("run", "rollout_id", "position", name="pk_ledger_failures"),
     _belongs_to_fence("ledger_failures"),
     CheckConstraint("position >= 1", name="ck_ledger_failures_position"),
     CheckConstraint("length(reason) >= 1", name="ck_ledger_failures_reason"),
     CheckConstraint("length(row_sha256) = 64", name="ck_ledger_failures_row_sha256"),
+    Index("ix_ledger_failures_model_call_id", "run", "rollout_id", "model_call_id"),
 )
 
 # No fence: what a worker staged outlives the rollout's records until its framework deletes it.

@@ -1,0 +1,36 @@
+"""The views of revision 0005: those of 0004, with what differs in some of them.
+
+New columns stand last, so that PostgreSQL can replace a view that others build on.
+"""
+
+from __future__ import annotations
+
+from tokencustody.migrations import views_0004
+
+# What of a view's text becomes what. Each text stands once in it, or each time with the same meaning.
+_CHANGES = {
+    "audit_incomplete": {"x.refusal_code IS NULL": "x.refused_at IS NULL"},
+    "audit_rollouts": {"x.refusal_code IS NULL": "x.refused_at IS NULL"},
+    "audit_intents": {"i.refusal_code IS NOT NULL": "i.refused_at IS NOT NULL"},
+    "audit_versions": {"AS failure_kind": "AS failure_kind, v.seal_version"},
+    "audit_ledger": {
+        "c.payload_sha256, c.row_sha256": (
+            "c.payload_sha256, c.row_sha256,\n       c.recorded_fingerprint, c.recorded_fingerprint_version"
+        ),
+        "NULL, c.row_sha256": "NULL, c.row_sha256, NULL, NULL",
+    },
+}
+
+
+def changed() -> list[str]:
+    """Return the names of the views whose text is another one than in revision 0004."""
+    return list(_CHANGES)
+
+
+def views(dialect: str) -> dict[str, str]:
+    """Return each view's name with the statement that creates it, in an order in which they can be created."""
+    texts = views_0004.views(dialect)
+    for name, changes in _CHANGES.items():
+        for before, after in changes.items():
+            texts[name] = texts[name].replace(before, after)
+    return texts
