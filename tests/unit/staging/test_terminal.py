@@ -93,13 +93,64 @@ def test_a_very_long_rollout_has_its_last_call_as_terminal() -> None:
     assert select_terminal_call(records).terminal_model_call_id == "19999"
 
 
-def test_a_declared_id_comes_before_every_other_witness() -> None:
-    response = {"id": "resp-c", "output": [says("done")]}
+def test_witnesses_that_name_the_same_call_corroborate_the_strongest() -> None:
+    response = {"id": "resp-a", "output": [calls_tool("1")]}
     receipt = assemble_receipt(
         manifest_of(*conversation()), declared_response_id="resp-a", scored_response=response, reward=0.5
     )
     assert outcome(receipt) == ("a", "declared")
-    assert (receipt.reward, receipt.terminal_attribution_reason) == (0.5, None)
+    assert (receipt.reward, receipt.terminal_attribution_reason) == (
+        0.5,
+        "corroborated_by=response_id+content",
+    )
+
+
+@pytest.mark.parametrize(
+    ("declared", "response_id", "text", "said"),
+    [
+        ("resp-b", "resp-c", None, "declared=b;response_id=c"),
+        ("resp-b", None, "c", "declared=b;content=c"),
+        ("resp-b", "resp-b", "c", "declared=b;response_id=b;content=c"),
+        ("resp-b", "resp-c", "c", "declared=b;response_id=c;content=c"),
+        ("resp-b", "resp-c", "a", "declared=b;response_id=c;content=a"),
+        (None, "resp-b", "c", "response_id=b;content=c"),
+    ],
+)
+def test_a_weaker_witness_vetoes_a_stronger_one_that_it_contradicts(
+    declared: str | None, response_id: str | None, text: str | None, said: str
+) -> None:
+    calls = [spoken(call, None, [], says(call), sampled=[number]) for number, call in enumerate("abc")]
+    response = {"id": response_id, "output": [says(text)] if text else []}
+    receipt = assemble_receipt(
+        manifest_of(*calls), declared_response_id=declared, scored_response=response, reward=1.0
+    )
+    assert outcome(receipt) == (None, "witness_disagreement")
+    assert (receipt.terminal_model_call_id, receipt.terminal_selection) == (
+        None,
+        "declared" if declared else "response_id",
+    )
+    assert receipt.terminal_attribution_reason is not None
+    assert receipt.terminal_attribution_reason.endswith(f"witness_disagreement[{said}]")
+
+
+def test_witnesses_that_name_calls_with_the_same_tokens_agree() -> None:
+    root = spoken("a", None, [], says("one"))
+    retries = [spoken(call, root, [says("one")], says("two")) for call in ("c", "b")]
+    response = {"id": "resp-b", "output": [says("two")]}
+    receipt = assemble_receipt(
+        manifest_of(root, *retries), declared_response_id="resp-c", scored_response=response
+    )
+    assert outcome(receipt) == ("c", "declared")
+
+
+def test_the_same_tokens_in_other_calls_are_no_agreement() -> None:
+    root = spoken("a", None, [], says("x"), added=[1], sampled=[2])
+    child = spoken("b", root, [says("x")], says("y"), added=[3], sampled=[4])
+    other = spoken("c", None, [], says("z"), added=[1, 2, 3], sampled=[4])
+    assert child.record.cumulative_hash == other.record.cumulative_hash
+    response = {"id": "resp-b", "output": [says("z")]}
+    receipt = assemble_receipt(manifest_of(root, child, other), scored_response=response)
+    assert outcome(receipt) == (None, "witness_disagreement")
 
 
 def test_a_declared_id_of_no_captured_call_masks_and_never_falls_through() -> None:
@@ -121,10 +172,11 @@ def test_an_empty_declared_id_declares_nothing() -> None:
     assert outcome(receipt) == ("c", "heuristic")
 
 
-def test_the_id_of_the_scored_response_comes_before_its_content() -> None:
+def test_content_that_fits_several_calls_contradicts_nobody() -> None:
     response = {"id": "resp-a", "output": [says("done")]}
     receipt = assemble_receipt(manifest_of(*conversation()), scored_response=response)
     assert outcome(receipt) == ("a", "response_id")
+    assert receipt.terminal_attribution_reason == "content_ambiguous"
 
 
 def test_an_unknown_response_id_leaves_the_decision_to_the_content() -> None:
@@ -153,13 +205,24 @@ def test_content_is_compared_in_every_dialect(response: dict[str, Any]) -> None:
 
 
 def test_a_whole_trajectory_names_the_call_that_ends_it() -> None:
-    first, second, third = conversation()
-    response = {"output": [calls_tool("1"), tool_says("1"), says("done")]}
-    receipt = assemble_receipt(manifest_of(first, second, third), scored_response=response)
+    calls = [spoken("a", None, [], calls_tool("1"))]
+    calls.append(spoken("b", calls[0], [calls_tool("1")], says("first")))
+    calls.append(spoken("c", calls[1], [calls_tool("1"), says("first")], says("second")))
+    response = {"output": [calls_tool("1"), tool_says("1"), says("first")]}
+    receipt = assemble_receipt(manifest_of(*calls), scored_response=response)
     assert outcome(receipt) == ("b", "content")
-    response["output"].extend([{"role": "user", "content": "and?"}, says("done")])
-    receipt = assemble_receipt(manifest_of(first, second, third), scored_response=response)
+    response["output"].extend([{"role": "user", "content": "and?"}, says("second")])
+    receipt = assemble_receipt(manifest_of(*calls), scored_response=response)
     assert outcome(receipt) == ("c", "content")
+
+
+def test_a_trajectory_whose_last_turn_is_that_of_another_call_too_is_never_given_to_the_other() -> None:
+    response = {"output": [calls_tool("1"), tool_says("1"), says("done")]}
+    receipt = assemble_receipt(manifest_of(*conversation()), scored_response=response)
+    assert outcome(receipt) == (None, "ambiguous_terminal")
+    response["output"].extend([{"role": "user", "content": "and?"}, says("done")])
+    receipt = assemble_receipt(manifest_of(*conversation()), scored_response=response)
+    assert outcome(receipt) == ("c", "heuristic")
 
 
 def test_a_trajectory_that_ends_in_a_tool_result_names_the_call_before_it() -> None:
@@ -234,11 +297,20 @@ def test_fingerprints_of_another_version_are_not_compared() -> None:
     assert receipt.terminal_attribution_reason == "response_has_no_id,no_content_match"
 
 
-@pytest.mark.parametrize("response", [{}, {"output": []}, {"output": [{"role": "user", "content": "x"}]}])
-def test_a_response_without_output_leaves_the_decision_to_the_walk(response: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ({}, "response_has_no_output"),
+        ({"output": []}, "response_has_no_output"),
+        ({"output": [{"role": "user", "content": "x"}]}, "no_model_authored_output"),
+    ],
+)
+def test_a_response_without_output_leaves_the_decision_to_the_walk(
+    response: dict[str, Any], reason: str
+) -> None:
     receipt = assemble_receipt(manifest_of(*conversation()), scored_response=response)
     assert outcome(receipt) == ("c", "heuristic")
-    assert receipt.terminal_attribution_reason == "response_has_no_id,response_has_no_output"
+    assert receipt.terminal_attribution_reason == f"response_has_no_id,{reason}"
 
 
 @pytest.mark.parametrize("content", [5, [5], [{"neither": 1}]])
@@ -246,6 +318,7 @@ def test_a_response_that_cannot_be_read_leaves_the_decision_to_the_walk(content:
     response = {"output": [{"role": "assistant", "content": content}]}
     receipt = assemble_receipt(manifest_of(*conversation()), scored_response=response)
     assert outcome(receipt) == ("c", "heuristic")
+    assert receipt.terminal_attribution_reason == "response_has_no_id,response_output_unfingerprintable"
 
 
 def test_without_a_witness_the_parent_links_decide() -> None:
