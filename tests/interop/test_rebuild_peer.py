@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import pytest
@@ -132,19 +133,70 @@ def test_both_judge_the_parent_graph_alike(calls: list[Staged], end: str) -> Non
     assert ours == theirs
 
 
-@pytest.mark.parametrize("taken", [[0, 1, 2], [0, 1, 3, 2], [3, 2, 1, 0], [0, 1, 2, 3, 3], []])
-def test_both_want_the_snapshots_of_all_rows_in_their_order(taken: list[int]) -> None:
+@pytest.mark.parametrize("taken", [list(taken) for taken in product(range(4), repeat=4)] + [[0, 1, 2], []])
+def test_both_want_the_snapshots_of_all_rows_in_their_order_and_each_once(taken: list[int]) -> None:
     calls = family()
     ours, theirs = both(receipt_of(calls, "c"), [calls[index].snapshot for index in taken])
     assert ours == theirs
+    if taken[:3] == [0, 1, 2] and taken[3:] in ([0], [1], [2]):
+        assert ours == ("duplicate_snapshot", False)
 
 
-def test_both_refuse_a_manifest_that_names_a_call_twice() -> None:
-    calls = family()
-    receipt = receipt_of(calls, "c")
-    twice = receipt.model_copy(update={"manifest": [*receipt.manifest, receipt.manifest[0]]})
-    ours, theirs = both(twice, [call.snapshot for call in calls])
+@pytest.mark.parametrize("ends", [["b", "b"], ["a"], ["b", "d", "b"]])
+@pytest.mark.parametrize("terminal", ["c", "nobody"])
+@pytest.mark.parametrize("given", [4, 3])
+def test_both_refuse_a_manifest_that_names_a_call_or_a_staging_key_twice(
+    ends: list[str], terminal: str, given: int
+) -> None:
+    calls = {call.record.model_call_id: call for call in family()}
+    receipt = receipt_of(list(calls.values()), "c").model_copy(update={"terminal_model_call_id": terminal})
+    rows = [*receipt.manifest, *(calls[call].record for call in ends)]
+    snapshots = [calls[row.model_call_id].snapshot for row in rows]
+    ours, theirs = both(receipt.model_copy(update={"manifest": rows}), snapshots)
     assert ours == theirs == ("duplicate_manifest_row", False)
+    for index, key in [(1, "r/a"), (3, "r/c"), (0, "r/d")]:
+        rows = list(receipt.manifest)
+        rows[index] = rows[index].model_copy(update={"staging_key": key})
+        snapshots = [calls[row.model_call_id].snapshot for row in rows][:given]
+        ours, theirs = both(receipt.model_copy(update={"manifest": rows}), snapshots)
+        assert ours == theirs == ("duplicate_staging_key", False)
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("value", [{"model_call_id": "a"}, None, "a", 1])
+def test_both_take_nothing_but_snapshots_for_a_snapshot(index: int, value: Any) -> None:
+    calls = family()
+    receipt, snapshots = receipt_of(calls, "c"), [call.snapshot for call in calls]
+    peer_receipt, peer_snapshots = to_peer(receipt, snapshots)
+    if isinstance(value, dict):
+        value = snapshots[index].model_dump()
+    with pytest.raises(TypeError, match="StagedCallBaseSnapshot"):
+        rebuild.verify_and_linearize(receipt, [*snapshots[:index], value, *snapshots[index + 1 :]])
+    with pytest.raises(TypeError, match="StagedCallBaseSnapshot"):
+        peer_rebuild.verify_and_linearize(
+            peer_receipt, [*peer_snapshots[:index], value, *peer_snapshots[index + 1 :]]
+        )
+
+
+def test_what_is_found_before_a_mapping_is_told_first_by_both() -> None:
+    calls = family()
+    receipt, snapshots = receipt_of(calls, "c"), [call.snapshot for call in calls]
+    peer_receipt, peer_snapshots = to_peer(receipt, snapshots)
+    ours = outcome(rebuild.verify_and_linearize, receipt, [snapshots[1], *snapshots[1:3], {}], rebuild)
+    theirs = outcome(
+        peer_rebuild.verify_and_linearize,
+        peer_receipt,
+        [peer_snapshots[1], *peer_snapshots[1:3], {}],
+        peer_rebuild,
+    )
+    assert ours == theirs == ("snapshot_order_mismatch", False)
+
+
+@pytest.mark.parametrize("receipt", [None, {}, receipt_of(family(), "c").model_dump()])
+def test_both_take_nothing_but_a_receipt_for_a_receipt(receipt: Any) -> None:
+    for library in (rebuild, peer_rebuild):
+        with pytest.raises(TypeError, match="RolloutReceipt"):
+            library.verify_and_linearize(receipt, [])
 
 
 names = st.sampled_from("abcdef")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pydantic import BaseModel
+
 from tokencustody.records import shown
 from tokencustody.staging.digest import (
     EXTRAS_DIGEST_VERSION,
@@ -30,10 +32,12 @@ ROLLOUT_FAILED = "rollout_failed"
 CAPTURE_POISONED = "capture_poisoned"
 EMPTY_MANIFEST = "empty_manifest"
 DUPLICATE_MANIFEST_ROW = "duplicate_manifest_row"
+DUPLICATE_STAGING_KEY = "duplicate_staging_key"
 ROW_COUNT_MISMATCH = "row_count_mismatch"
 # A row and its snapshot; a field that differs has the code "wrong_" + its name
 WRONG_ROLLOUT = "wrong_rollout"
 SNAPSHOT_IDENTITY_MISMATCH = "snapshot_identity_mismatch"
+DUPLICATE_SNAPSHOT = "duplicate_snapshot"
 SNAPSHOT_ORDER_MISMATCH = "snapshot_order_mismatch"
 INVALID_SNAPSHOT = "invalid_snapshot"
 CORRUPT_DIGEST = "corrupt_digest"
@@ -129,8 +133,9 @@ def verify_and_linearize(
     """Return the training row that a receipt and its staged calls prove.
 
     `snapshots` are those of all manifest rows, in the manifest's order. Extras that a snapshot carries are verified
-    too. Raises ReceiptVerificationError.
+    too. Raises ReceiptVerificationError, and TypeError for anything but such models: plain data is not validated.
     """
+    _require(receipt, RolloutReceipt)
     for name, (known, code) in _VERSIONS.items():
         version = getattr(receipt, name)
         if version != known:
@@ -153,19 +158,19 @@ def linearize(
 ) -> LinearizedRow:
     """Return the row that ends in the call `terminal_hint`, verified as `verify_and_linearize` does.
 
-    Raises ReceiptVerificationError, also when no terminal is given: it is never guessed here.
+    Raises as that does, also when no terminal is given: it is never guessed here.
     """
-    records = {record.model_call_id: record for record in manifest}
-    if not records:
+    if not manifest:
         raise ReceiptVerificationError(EMPTY_MANIFEST, "the manifest has no calls")
-    if len(records) != len(manifest):
-        raise ReceiptVerificationError(DUPLICATE_MANIFEST_ROW, "the manifest names a model call twice")
+    records = _by_call(manifest)
     if len(snapshots) != len(manifest):
         raise ReceiptVerificationError(
             ROW_COUNT_MISMATCH, f"{len(snapshots)} snapshots for {len(manifest)} manifest rows"
         )
+    seen: set[str] = set()
     for record, snapshot in zip(manifest, snapshots, strict=True):
-        _check_identity(rollout_id, record, snapshot, records)
+        _require(snapshot, StagedCallBaseSnapshot)
+        _check_identity(rollout_id, record, snapshot, records, seen)
         _compare_row(record, snapshot)
         _check_integrity(snapshot)
     _check_parents(manifest, records)
@@ -173,12 +178,42 @@ def linearize(
     return _join(rollout_id, [by_call[call] for call in _chain(records, terminal_hint)])
 
 
+def _require(value: object, model: type[BaseModel]) -> None:
+    """Raise TypeError unless the value is such a model, or the peer's of the same fields."""
+    if not isinstance(value, model) and not all(
+        hasattr(value, name) for name, field in model.model_fields.items() if field.is_required()
+    ):
+        raise TypeError(
+            f"a {model.__name__} is needed, not {type(value).__name__}; validate plain data with the model"
+        )
+
+
+def _by_call(manifest: Sequence[CallRecord]) -> dict[str, CallRecord]:
+    records: dict[str, CallRecord] = {}
+    keys: set[str] = set()
+    for record in manifest:
+        _require(record, CallRecord)
+        call = record.model_call_id
+        if call in records:
+            raise ReceiptVerificationError(DUPLICATE_MANIFEST_ROW, f"the manifest names call {call} twice")
+        if record.staging_key in keys:
+            raise ReceiptVerificationError(
+                DUPLICATE_STAGING_KEY,
+                f"call {call} has the staging key of a call before it, {record.staging_key:.200}",
+            )
+        records[call] = record
+        keys.add(record.staging_key)
+    return records
+
+
 def _check_identity(
     rollout_id: str,
     record: CallRecord,
     snapshot: StagedCallBaseSnapshot,
     records: dict[str, CallRecord],
+    seen: set[str],
 ) -> None:
+    """Raise ReceiptVerificationError unless the snapshot is that of the row; note in `seen` that it came."""
     call = snapshot.model_call_id
     # A row that a checkpoint brought in was staged by another rollout. Rows of protocol release 0.7.0 lack the field.
     staged_by = getattr(record, "capture_key", None) or rollout_id
@@ -189,6 +224,9 @@ def _check_identity(
         )
     if call not in records:
         raise ReceiptVerificationError(SNAPSHOT_IDENTITY_MISMATCH, f"snapshot {call} is not in the manifest")
+    if call in seen:
+        raise ReceiptVerificationError(DUPLICATE_SNAPSHOT, f"the snapshot of call {call} is there twice")
+    seen.add(call)
     if call != record.model_call_id:
         raise ReceiptVerificationError(
             SNAPSHOT_ORDER_MISMATCH,

@@ -146,6 +146,35 @@ def test_a_manifest_that_names_a_call_twice_is_refused() -> None:
         verify_and_linearize(receipt.model_copy(update={"manifest": rows}), [call.snapshot for call in calls])
 
 
+def test_a_staging_key_of_two_rows_is_refused() -> None:
+    calls = family()
+    calls[1] = stage("b", calls[0], added=[4], sampled=[5, 6], weight_version=2, staging_key="r/a")
+    assert code_of(calls, "c") == "duplicate_staging_key"
+
+
+def test_a_snapshot_that_is_there_twice_is_named() -> None:
+    calls = family()
+    snapshots = [calls[index].snapshot for index in (0, 1, 1, 3)]
+    with pytest.raises(ReceiptVerificationError, match="duplicate_snapshot: the snapshot of call b"):
+        verify_and_linearize(receipt_of(calls, "c"), snapshots)
+
+
+def test_plain_data_is_no_snapshot_no_row_and_no_receipt() -> None:
+    calls = family()
+    receipt, snapshots = receipt_of(calls, "c"), [call.snapshot for call in calls]
+    plain: list[Any] = [snapshot.model_dump() for snapshot in snapshots]
+    with pytest.raises(TypeError, match="a StagedCallBaseSnapshot is needed, not dict"):
+        verify_and_linearize(receipt, plain)
+    with pytest.raises(TypeError, match="a StagedCallBaseSnapshot is needed, not dict"):
+        linearize("r", plain, receipt.manifest, terminal_hint="c")
+    rows: list[Any] = [row.model_dump() for row in receipt.manifest]
+    with pytest.raises(TypeError, match="a CallRecord is needed, not dict"):
+        linearize("r", snapshots, rows, terminal_hint="c")
+    dumped: Any = receipt.model_dump()
+    with pytest.raises(TypeError, match="a RolloutReceipt is needed, not dict"):
+        verify_and_linearize(dumped, snapshots)
+
+
 def test_a_parent_outside_the_manifest_is_refused_even_beside_the_chain() -> None:
     root, middle, last, sibling = family()
     assert code_of([middle], "b") == "missing_parent"
