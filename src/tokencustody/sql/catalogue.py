@@ -1,4 +1,4 @@
-"""What tables, views and functions a database has and what it should have, as lines of text that can be compared."""
+"""What tables a database has and what it should have, as lines of text that can be compared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,28 @@ from sqlalchemy import (
     Table,
     UniqueConstraint,
     inspect,
-    text,
 )
 
-from tokencustody.migrations import functions_0004, views_0004, views_0005
+from tokencustody.sql import routines
+
+
+def differences(connection: Connection, metadata: MetaData) -> list[str]:
+    """Return what the database lacks of the tables, views and functions of this library, and has otherwise."""
+    routines.look_where_they_are(connection)
+    wanted = declared(metadata, connection.dialect) | routines.declared(connection.dialect)
+    present = found(connection, metadata) | routines.found(connection)
+    return [
+        *(f"missing: {line}" for line in sorted(wanted - present)),
+        *(f"unexpected: {line}" for line in sorted(present - wanted)),
+    ]
+
+
+def make_anew(connection: Connection, metadata: MetaData, shown: str) -> list[str]:
+    """Make views and functions anew that are not as they should be, if the tables under them are; see `routines`."""
+    routines.look_where_they_are(connection)
+    if declared(metadata, connection.dialect) - found(connection, metadata):
+        return []
+    return routines.make_anew(connection, shown)
 
 
 def declared(metadata: MetaData, dialect: Dialect) -> set[str]:
@@ -33,54 +51,6 @@ def found(connection: Connection, metadata: MetaData) -> set[str]:
     """
     present = set(inspect(connection).get_table_names())
     return {line for name in metadata.tables if name in present for line in _found_table(connection, name)}
-
-
-def declared_routines(dialect: Dialect) -> set[str]:
-    """Return one line for each view, and on PostgreSQL each function, of the newest revision."""
-    views = {f"view {name}" for name in views_0005.views(dialect.name)}
-    if dialect.name == "sqlite":
-        return views
-    return views | {f"function {name}" for name in functions_0004.functions()}
-
-
-def found_routines(connection: Connection) -> set[str]:
-    """Return the same lines, read from the database, for those that it has; one that was altered says so."""
-    if connection.dialect.name == "sqlite":
-        created = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE type = 'view'"))
-        views = views_0005.views("sqlite")
-        same = {name: statement == views.get(name) for name, statement in created if name in views}
-        return {_routine("view", name, same[name]) for name in same}
-    found = set()
-    for name, same in connection.execute(text(_POSTGRESQL_VIEWS)):
-        if name in views_0005.views("postgresql"):
-            found.add(_routine("view", name, same))
-    functions = functions_0004.functions()
-    for name, body, as_created in connection.execute(text(_POSTGRESQL_FUNCTIONS)):
-        if name in functions:
-            found.add(_routine("function", name, as_created and body.strip() == functions[name].strip()))
-    return found
-
-
-# Of another release of the server, whose wording may differ, a view is only known to be there.
-_POSTGRESQL_VIEWS = f"""
-SELECT c.relname,
-       CASE WHEN obj_description(c.oid, 'pg_class') LIKE {views_0004.RELEASE} || ' %'
-            THEN obj_description(c.oid, 'pg_class') = {views_0004.RELEASE} || ' ' || md5(pg_get_viewdef(c.oid))
-            ELSE obj_description(c.oid, 'pg_class') LIKE 'tokencustody %' END IS TRUE
-  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
- WHERE c.relkind = 'v' AND n.nspname = current_schema()
-"""  # noqa: S608 - constants
-
-_POSTGRESQL_FUNCTIONS = """
-SELECT p.proname, p.prosrc,
-       NOT p.prosecdef AND p.proconfig = ARRAY[format('search_path=pg_catalog, %I, pg_temp', current_schema())]
-  FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
- WHERE n.nspname = current_schema()
-"""
-
-
-def _routine(kind: str, name: str, same: bool) -> str:
-    return f"{kind} {name}" if same else f"{kind} {name}, altered"
 
 
 def _declared_table(table: Table, dialect: Dialect) -> Iterator[str]:

@@ -84,9 +84,10 @@ class _Stored:
 def upgrade(url: Url, revision: str = "head", progress: Progress | None = None) -> Revisions:
     """Bring a database to `revision` and return the revisions before and after; creates a SQLite file.
 
-    It happens whole or not at all, and of several at once one does the work. `progress` gets a line for
-    each revision as it is applied. Raises SchemaMismatchError when the database is on a revision that this
-    library does not know, StoreUnavailableError when it is out of reach, UnknownRevisionError.
+    It happens whole or not at all, and of several at once one does the work. At head, views and functions that are
+    missing or differ are made anew. `progress` gets a line for each of them, and for each revision as it is applied.
+    Raises SchemaMismatchError when the database is on a revision that this library does not know,
+    StoreUnavailableError when it is out of reach, UnknownRevisionError.
     """
     _check_known(revision)
     return _run(_parsed(url), lambda command, config: command.upgrade(config, revision), progress)
@@ -228,6 +229,10 @@ def _run(
         if after is None:
             # Alembic leaves its own table behind, empty.
             connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
+        if after == HEAD:
+            for line in catalogue.make_anew(connection, tables.metadata, url.display):
+                if progress is not None:
+                    progress(f"made anew: {line}")
         return before.revision, after
 
     with _turn:
@@ -392,9 +397,4 @@ def _problems(connection: Connection) -> list[str]:
         for name in sorted(WIRE_SCHEMAS.keys() | versions.keys())
         if versions.get(name) != WIRE_SCHEMAS.get(name)
     ]
-    declared = catalogue.declared(tables.metadata, connection.dialect)
-    declared |= catalogue.declared_routines(connection.dialect)
-    found = catalogue.found(connection, tables.metadata) | catalogue.found_routines(connection)
-    problems += [f"missing: {line}" for line in sorted(declared - found)]
-    problems += [f"unexpected: {line}" for line in sorted(found - declared)]
-    return problems
+    return problems + catalogue.differences(connection, tables.metadata)

@@ -1,5 +1,6 @@
 """Ledger rows behind a freeze: their event, a seal that covers them, several reasons for one failed call; the parent
-fingerprint that the store derives beside the one that a record claims; and refusals without a code.
+fingerprint that the store derives beside the one that a record claims; refusals without a code; and on PostgreSQL views
+whose wording a dump and its restore keep.
 
 Names and types are written out: this file keeps saying what it said when it was released, whatever
 `tokencustody.sql.tables` says later.
@@ -15,7 +16,7 @@ import sqlalchemy as sa
 from alembic import context, op
 
 from tokencustody.errors import SchemaMismatchError
-from tokencustody.migrations import views_0004, views_0005
+from tokencustody.migrations import views_0004, views_0005, wording_0005
 
 revision = "0005_late_ledger"
 down_revision: str | None = "0004_audit"
@@ -55,11 +56,10 @@ def upgrade() -> None:
             " DROP CONSTRAINT pk_ledger_failures,"
             " ADD CONSTRAINT pk_ledger_failures PRIMARY KEY (run, rollout_id, position)"
         )
-        for name in views_0005.changed():
-            op.execute(
-                views_0005.views("postgresql")[name].replace("CREATE VIEW", "CREATE OR REPLACE VIEW", 1)
-            )
-        op.execute(views_0004.KEEP_DEFINITIONS)
+        # All of them: what their comments say of those that were dumped and restored tells nothing.
+        for statement in views_0005.views("postgresql").values():
+            op.execute(statement.replace("CREATE VIEW", "CREATE OR REPLACE VIEW", 1))
+        op.execute(wording_0005.settle(views_0005.views("postgresql")))
     else:
         _copy_snapshot_versions(
             (*EVENTS, *LATE_EVENTS), [sa.Column("seal_version", sa.BigInteger(), nullable=True)]
