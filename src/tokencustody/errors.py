@@ -76,6 +76,10 @@ class AccessDeniedError(StoreUnavailableError):
     """
 
 
+class BackupError(RuntimeError):
+    """A backup could not be made, and nothing was kept of it. The message says why and what to do."""
+
+
 class RoleError(RuntimeError):
     """A role could not be granted or taken away, and nothing was changed. The message says why and what to do."""
 

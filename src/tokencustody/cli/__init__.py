@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from tokencustody.cli.backup import backup
 from tokencustody.cli.conformance import conformance
 from tokencustody.cli.copy import copy
 from tokencustody.cli.db import db
@@ -60,6 +61,7 @@ app.command()(rollouts)
 app.command()(show)
 app.command()(verify)
 app.command()(sql)
+app.command()(backup)
 app.command()(retire)
 app.command()(delete)
 app.command()(gc)
@@ -90,7 +92,8 @@ def is_expected(exc: Exception) -> bool:
 
     return isinstance(
         exc,
-        errors.CorruptEntryError
+        errors.BackupError
+        | errors.CorruptEntryError
         | errors.DurabilityError
         | errors.InvalidRecordError
         | errors.RoleError

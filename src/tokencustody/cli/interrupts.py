@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -62,3 +63,22 @@ def run(work: Coroutine[Any, Any, Result], *, notice: str, at_once: Callable[[],
         signal.signal(signal.SIGINT, end)
         raise KeyboardInterrupt from None
     return result
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Let the first Ctrl-C be a KeyboardInterrupt, by which the work ends in order, and the second end at once.
+
+    By now every module is loaded, which `__main__` does not let it interrupt.
+    """
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGINT, lambda _signal, _frame: os._exit(130))
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    # A shell lets what runs in the background ignore it.
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tokencustody.cli import interrupts
 from tokencustody.cli.db import Url
 from tokencustody.cli.printing import console, literal, plural, print_error, print_json
 from tokencustody.cli.progress import progress
@@ -74,7 +73,7 @@ def verify(
             prefix=prefix,
             rollout_ids=tuple(rollout) if rollout else None,
         )
-        with _interruptible(), _bar() as show:
+        with interrupts.raised(), _bar() as show:
             asyncio.run(reach(url))
             found = verify_database(url, wanted, jobs=jobs or _cores(), checkpoint=checkpoint, progress=show)
         if json:
@@ -115,25 +114,6 @@ def _cores() -> int:
     # Those that this process may use, where the system tells.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let the first Ctrl-C be a KeyboardInterrupt, by which the verification ends in order, and the second end at once.
-
-    By now every module is loaded, which `__main__` does not let it interrupt.
-    """
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGINT, lambda _signal, _frame: os._exit(130))
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    # A shell lets what runs in the background ignore it.
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, interrupt)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
