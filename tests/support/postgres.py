@@ -60,12 +60,13 @@ class _RouteError(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """A running PostgreSQL server. `url` names its maintenance database."""
+    """A running PostgreSQL server. `url` names its maintenance database; `programs` is the folder of its programs."""
 
     url: str
     origin: str
     version: str
     socket_directory: Path | None = None
+    programs: Path | None = None
 
     def __str__(self) -> str:
         return f"PostgreSQL {self.version} ({self.origin})"
@@ -82,6 +83,7 @@ class _Place:
     url: str
     origin: str
     socket_directory: Path | None = None
+    programs: Path | None = None
 
 
 def fetch(url: str, statement: str) -> list[asyncpg.Record]:
@@ -116,7 +118,7 @@ def postgres_server(routes: Mapping[str, Route] | None = None) -> Iterator[Serve
                 refusals.append(f"  {name}: {refusal}")
                 continue
             version = fetch(place.url, "SHOW server_version")[0][0].split()[0]
-            yield Server(place.url, place.origin, version, place.socket_directory)
+            yield Server(place.url, place.origin, version, place.socket_directory, place.programs)
             return
     raise NoPostgresError("\n".join(["No PostgreSQL server:", *refusals, REMEDY]))
 
@@ -276,7 +278,7 @@ def _own_server(programs: Path, home: Path, account: pwd.struct_passwd | None) -
             raise _RouteError(f"{programs / 'pg_ctl'} could not start a server: {tail}")
         try:
             url = f"postgresql://{USER}:{password}@127.0.0.1:{port}/postgres"
-            yield _Place(url, f"programs in {programs}", home)
+            yield _Place(url, f"programs in {programs}", home, programs)
         finally:
             supervisor.communicate("stop\n")
 
@@ -288,6 +290,8 @@ ROUTES: dict[str, Route] = {
     "programs": _installed_programs,
     "wheel": _wheel,
 }
+# Those of servers whose programs are at hand.
+OWN_ROUTES = {name: ROUTES[name] for name in ("programs", "wheel")}
 
 
 def _unprivileged_account() -> pwd.struct_passwd | None:

@@ -138,7 +138,7 @@ class Place:
         record = json.dumps({"role": granted.role, "runs": runs, "revision": granted.revision})
         return [
             *grants(granted.role, runs, name=name, oid=oid, schema=self.schema, views=self.views),
-            f"COMMENT ON POLICY {policy('SELECT', oid)} ON {self.qualified('fences')} IS {literal(record)}",
+            f"COMMENT ON POLICY {policy('SELECT', oid, name)} ON {self.qualified('fences')} IS {literal(record)}",
         ]
 
     def notes(self, connection: Connection, name: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ incomplete, what was frozen is never open again, and what was retired stays so.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -223,14 +224,17 @@ def grants(
         yield f"GRANT {', '.join(given)} ON {schema}.{table.name} TO {user}"
         for command, condition in _policies(access, _of_runs(runs), schema):
             yield (
-                f"CREATE POLICY {policy(command, oid)} ON {schema}.{table.name}"
+                f"CREATE POLICY {policy(command, oid, name)} ON {schema}.{table.name}"
                 f" FOR {command} TO {user} {condition}"
             )
 
 
-def policy(command: str, oid: int) -> str:
-    """Return the name of a role's policy for one command."""
-    return f"{POLICY_PREFIX}{command.lower()}_{oid}"
+def policy(command: str, oid: int, name: str) -> str:
+    """Return the name of a role's policy for one command, which no other role's has.
+
+    Its number alone could be that of another role on the server where a dump is restored.
+    """
+    return f"{POLICY_PREFIX}{command.lower()}_{oid}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def identifier(name: str) -> str:
