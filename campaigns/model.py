@@ -191,10 +191,12 @@ def _mark(state: RolloutState, _: Arguments, __: Answer | None) -> tuple[Rollout
     return state.marked(), _DONE
 
 
-def _freeze(state: RolloutState, _: Arguments, given: Answer | None) -> tuple[RolloutState, Answer]:
+def _freeze(state: RolloutState, __: Arguments, given: Answer | None) -> tuple[RolloutState, Answer]:
     if state.fence == RETIRED:
         return state, Answer(error=RETIRED_ERROR)
     if state.fence == OPEN:
+        for _ in range(_broken_deltas(state.calls)):
+            state = state.marked()
         dangling = {"": None} if None in state.intents.values() else {}
         state = state.advanced(fence=FROZEN, intents=FrozenMap({**state.refusals, **dangling}))
     if state.snapshot_id is None and given is not None and given.error is None:
@@ -211,6 +213,21 @@ def _freeze(state: RolloutState, _: Arguments, given: Answer | None) -> tuple[Ro
             "refusals": state.refusals,
         }
     )
+
+
+def _broken_deltas(calls: Mapping[str, Call]) -> int:
+    """Return how many deltas have lost their parent or are in a circle of deltas: a freeze marks for each."""
+    broken = 0
+    for call, held in calls.items():
+        if not held.is_delta:
+            continue
+        passed: set[str] = set()
+        above = held.parent or ""
+        while above in calls and calls[above].is_delta and above not in passed:
+            passed.add(above)
+            above = calls[above].parent or ""
+        broken += held.parent not in calls or call in passed
+    return broken
 
 
 def _drop(state: RolloutState, arguments: Arguments, _: Answer | None) -> tuple[RolloutState, Answer]:

@@ -94,7 +94,8 @@ class Expected:
 
     def is_incomplete(self) -> bool:
         dangling = self.announced - self.entries.keys() - self.refused
-        return self.incomplete or bool(dangling)
+        unreadable = [call for call in self.entries if self.whole_sequence(call) is None]
+        return self.incomplete or bool(dangling) or bool(unreadable)
 
 
 IDS = st.sampled_from((2**16, 2**32, 2**64)).flatmap(

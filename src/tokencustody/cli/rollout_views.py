@@ -162,8 +162,10 @@ def _reason(reason: Reason) -> str:
 
 def _evidence_of(reason: Reason) -> str:
     times = f" {reason.times:,} times" if reason.times > 1 else ""
-    differing = f" (differing: {_fields(reason.differing_fields)})" if reason.differing_fields else ""
-    return times + differing
+    if not reason.differing_fields:
+        return times
+    what = "" if reason.kind is ReasonKind.MARK else "differing: "
+    return f"{times} ({what}{_fields(reason.differing_fields)})"
 
 
 def _fields(differing: str) -> str:
@@ -367,7 +369,8 @@ def _versions_table(versions: Sequence[Version]) -> Table:
 def _evidence(version: Version) -> str:
     parts = []
     if version.differing_fields:
-        parts.append(f"differing: {_fields(version.differing_fields)}")
+        what = "" if version.failure_kind == ReasonKind.MARK else "differing: "
+        parts.append(f"{what}{_fields(version.differing_fields)}")
     if version.first_payload_sha256 and version.second_payload_sha256:
         parts.append(f"payloads {version.first_payload_sha256[:12]} and {version.second_payload_sha256[:12]}")
     return "; ".join(parts)

@@ -24,7 +24,11 @@ IS_CONFLICTING = exists().where(
 _LINK = (_CALL.parent_call_id, _CALL.prompt_is_delta, _CALL.shared_len)
 _IN_CHAIN = (*_STORED, *_LINK, IS_CONFLICTING.label("is_conflicting"))
 _ONE_CALL = select(*_IN_CHAIN).where(of_call(entries))
-_ALL_CALLS = select(*_STORED).where(of_rollout(entries)).order_by(_CALL.model_call_id)
+_ALL_CALLS = (
+    select(*_STORED, _CALL.parent_call_id, _CALL.prompt_is_delta)
+    .where(of_rollout(entries))
+    .order_by(_CALL.model_call_id)
+)
 
 
 @built_once
@@ -43,7 +47,7 @@ def _chain(connection: Connection) -> Select[Any]:
 
 
 def all_calls_txn(connection: Connection, key: RolloutKey) -> Sequence[Row[Any]]:
-    """Return the rows of all calls, for `unpack_calls`."""
+    """Return the rows of all calls, for `unpack_calls`; they also say whether each is a delta, and on which call."""
     return connection.execute(_ALL_CALLS, key.named()).all()
 
 

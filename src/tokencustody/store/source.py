@@ -15,6 +15,7 @@ from tokencustody.protocols import CallRefusal, TokenCaptureSnapshot
 from tokencustody.sql.chains import unpack_calls
 from tokencustody.sql.tables import FenceState, VersionEvent
 from tokencustody.store.base import now
+from tokencustody.store.deltas import mark_broken_txn
 from tokencustody.store.fence import (
     Fence,
     RolloutKey,
@@ -50,9 +51,11 @@ class SqlTokenSource(RolloutRemover):
 
         No put, begin_call or refuse_call that returned success, on any host, ever lies after it. Freezing again returns
         the same snapshot id, and the same version unless the rollout was marked since. A rollout without calls gives an
-        empty snapshot. Raises TokenCaptureRetiredError for a retired rollout, CorruptEntryError naming the first call
-        whose stored bytes are not those that were written, or the rollout if calls were removed or added behind the
-        fence.
+        empty snapshot. A delta whose parent never came, or that is its own parent through others, marks the rollout,
+        for nobody can read it whole.
+
+        Raises TokenCaptureRetiredError for a retired rollout, CorruptEntryError naming the first call whose stored
+        bytes are not those that were written, or the rollout if calls were removed or added behind the fence.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         stamp = Stamp.make(now(), self.written_by)
@@ -61,7 +64,7 @@ class SqlTokenSource(RolloutRemover):
         def raise_fence(connection: Connection) -> _Frozen:
             fence = lock_fence_txn(connection, key, stamp, exclusive=True)
             refuse_if_retired(fence, key, "the freeze")
-            version, snapshot_id, incomplete = fence.version, fence.snapshot_id or minted_id, fence.incomplete
+            snapshot_id = fence.snapshot_id or minted_id
             calls = list(all_calls_txn(connection, key))
             announced = connection.execute(INTENTS, key.named()).all()
             refused = {
@@ -69,9 +72,11 @@ class SqlTokenSource(RolloutRemover):
             }
             if fence.state is FenceState.FROZEN:
                 check_seal_txn(connection, key, calls, announced)
+                version, incomplete = fence.version, fence.incomplete
             else:
+                fence = mark_broken_txn(connection, key, fence, calls, stamp)
                 settled = refused.keys() | {row.model_call_id for row in calls}
-                incomplete = incomplete or any(row.model_call_id not in settled for row in announced)
+                incomplete = fence.incomplete or any(row.model_call_id not in settled for row in announced)
                 version = advance_txn(
                     connection,
                     key,
