@@ -13,6 +13,7 @@ from tests.support.entries import make_entry
 from tests.support.rollouts import linear_rollout
 from tests.support.staged import Staged
 from tokencustody import open_store
+from tokencustody.audit.export import ExportReport
 from tokencustody.records import TokenEntry
 from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import parse_url
@@ -112,6 +113,13 @@ def manifest(out: Path) -> dict[str, Any]:
     """Return the manifest."""
     found: dict[str, Any] = json.loads((out / "_manifest.json").read_bytes())
     return found
+
+
+def listed(report: ExportReport) -> list[tuple[str, str, str]]:
+    """Return (rollout, call, reason) of what an export that left everything out, and no folder, says of it."""
+    assert (report.all_left_out, report.export_id, report.destination.exists()) == (True, "", False)
+    assert not report.ok
+    return [(each.rollout_id, each.model_call_id, each.reason) for each in report.listed]
 
 
 def left_out(out: Path) -> list[tuple[str, str, str]]:

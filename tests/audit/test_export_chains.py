@@ -15,8 +15,10 @@ from tests.audit.exports import (
     RUN,
     branching,
     left_out,
+    listed,
     manifest,
     parquet_rows,
+    put_linear,
     put_rollout,
     put_staged,
     run_sql,
@@ -27,7 +29,7 @@ from tests.support.rollouts import linear_rollout
 from tests.support.staged import stage
 from tokencustody import TokenEntry, open_store
 from tokencustody.audit import ExportOptions, export
-from tokencustody.audit.export import Format, SharedCalls
+from tokencustody.audit.export import Format, OnBreak, SharedCalls, Siblings
 from tokencustody.errors import InvalidRecordError, PayloadConflictError
 from tokencustody.records import compute_digest
 from tokencustody.sql import tables
@@ -37,6 +39,8 @@ def test_options_name_the_same_formats_on_the_command_line_and_in_python() -> No
     command = import_module("tokencustody.cli.export")
     assert list(command.Format) == list(Format)
     assert list(command.SharedCalls) == list(SharedCalls)
+    assert list(command.OnBreak) == list(OnBreak)
+    assert list(command.Siblings) == list(Siblings)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,9 @@ def test_options_name_the_same_formats_on_the_command_line_and_in_python() -> No
     [
         {"format": "csv"},
         {"shared_calls": "last"},
+        {"on_break": "guess"},
+        {"siblings": "first"},
+        {"siblings": "keep", "format": "calls"},
         {"rows_per_file": 0},
         {"max_bytes": True},
         {"before": datetime(2026, 1, 1)},
@@ -115,43 +122,103 @@ def changed(entry: TokenEntry, **fields: Any) -> TokenEntry:
     return entry.model_copy(update=fields)
 
 
-@pytest.mark.parametrize(
-    ("child", "reason"),
-    [
-        (
-            changed(make_entry(**{**CHILD, "parent": None}), parent_resolution="unresolved"),
-            "unresolved_parent",
-        ),
-        (changed(make_entry(**{**CHILD, "parent": None}), parent_resolution=None), "parent_not_recorded"),
-        (make_entry(**{**CHILD, "parent": "lost"}), "parent_missing"),
-        (make_entry(**{**CHILD, "parent": "child"}), "parent_cycle"),
-        (make_entry(**{**CHILD, "prompt": [1, 9, 3]}), "prompt_does_not_begin_with_parent"),
-        (make_entry(**{**CHILD, "prompt": [1]}), "prompt_does_not_begin_with_parent"),
-        (changed(make_entry(**CHILD), digest="0" * 64), "digest_or_length_mismatch"),
-        (changed(make_entry(**CHILD), cum_len=5), "digest_or_length_mismatch"),
-        (make_entry(**{**CHILD, "generation": [2**63]}), "ids_beyond_int64"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_a_call_that_is_not_proven_and_what_lies_below_it_are_left_out_by_name(
+NOT_CONTINUING = [
+    (changed(make_entry(**{**CHILD, "parent": None}), parent_resolution="unresolved"), "unresolved_parent"),
+    (changed(make_entry(**{**CHILD, "parent": None}), parent_resolution=None), "parent_not_recorded"),
+    (make_entry(**{**CHILD, "parent": "lost"}), "parent_missing"),
+    (make_entry(**{**CHILD, "parent": "child"}), "parent_cycle"),
+    (make_entry(**{**CHILD, "prompt": [1, 9, 3]}), "prompt_does_not_begin_with_parent"),
+    (make_entry(**{**CHILD, "prompt": [1]}), "prompt_does_not_begin_with_parent"),
+]
+NOT_SOUND = [
+    (changed(make_entry(**CHILD), digest="0" * 64), "digest_or_length_mismatch"),
+    (changed(make_entry(**CHILD), cum_len=5), "digest_or_length_mismatch"),
+    (make_entry(**{**CHILD, "generation": [2**63]}), "ids_beyond_int64"),
+]
+
+
+def below(child: TokenEntry, generation: int = 5) -> TokenEntry:
+    """Return a call that continues the child."""
+    prompt = [*child.prompt_token_ids, *child.generation_token_ids]
+    return make_entry(model_call_id="below", prompt=prompt, generation=[generation], parent="child")
+
+
+def _reason(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize(("child", "reason"), NOT_CONTINUING, ids=_reason)
+async def test_a_call_that_does_not_continue_its_parent_begins_a_row_that_says_why(
     store_url: str, tmp_path: Path, child: TokenEntry, reason: str
 ) -> None:
-    below = make_entry(
-        model_call_id="below",
-        prompt=[*child.prompt_token_ids, *child.generation_token_ids],
-        generation=[5],
-        parent="child",
-    )
-    await put_rollout(store_url, [ROOT, child, below])
+    await put_rollout(store_url, [ROOT, child, below(child)])
     report = await export(store_url, tmp_path / "out")
+    first, second = parquet_rows(tmp_path / "out")
+    assert (first["token_ids"], first["loss_mask"], first["call_ids"]) == ([1, 2], [0, 1], ["root"])
+    prompt = child.prompt_token_ids
+    assert second["token_ids"] == [*prompt, 4, 5]
+    assert second["loss_mask"] == [0] * len(prompt) + [1, 1]
+    assert second["call_ids"] == ["child", "below"]
+    assert second["parent_resolutions"][1:] == ["resolved"]
+    assert [(row["segment"], row["segments"], row["breaks"]) for row in (first, second)] == [
+        (0, 2, None),
+        (1, 2, reason),
+    ]
+    # A parent that is nowhere is lost.
+    whole = reason != "parent_missing"
+    assert [(row["whole"], row["calls_left_out"]) for row in (first, second)] == [(whole, 0)] * 2
+    assert (left_out(tmp_path / "out"), report.breaks) == ([], {reason: 1})
+    assert (report.ok, report.trained_tokens, report.calls) == (True, 3, 3)
+
+
+@pytest.mark.parametrize(("child", "reason"), [*NOT_CONTINUING, *NOT_SOUND], ids=_reason)
+async def test_on_break_first_exports_only_what_lies_before_and_names_the_rest(
+    store_url: str, tmp_path: Path, child: TokenEntry, reason: str
+) -> None:
+    await put_rollout(store_url, [ROOT, child, below(child)])
+    report = await export(store_url, tmp_path / "out", ExportOptions(on_break=OnBreak.FIRST))
     (row,) = parquet_rows(tmp_path / "out")
     assert (row["leaf_call_id"], row["token_ids"], row["loss_mask"]) == ("root", [1, 2], [0, 1])
+    assert (row["segments"], row["breaks"], row["whole"], row["calls_left_out"]) == (1, None, False, 2)
     assert left_out(tmp_path / "out") == [
         ("rollout-1", "child", reason),
         ("rollout-1", "below", "parent_left_out"),
     ]
     assert report.ok
     assert manifest(tmp_path / "out")["parts"][0]["rollouts"][0]["whole"] is False
+
+
+@pytest.mark.parametrize(("child", "reason"), [*NOT_CONTINUING, *NOT_SOUND], ids=_reason)
+async def test_on_break_mask_leaves_a_broken_rollout_out_and_keeps_the_others(
+    store_url: str, tmp_path: Path, child: TokenEntry, reason: str
+) -> None:
+    await put_rollout(store_url, [ROOT, child, below(child)])
+    await put_linear(store_url, 1)
+    await export(store_url, tmp_path / "out", ExportOptions(on_break=OnBreak.MASK))
+    assert [row["rollout_id"] for row in parquet_rows(tmp_path / "out")] == ["rollout-000"]
+    (masked,) = [each for each in manifest(tmp_path / "out")["left_out"] if each["reason"] == "broken"]
+    assert (masked["rollout_id"], masked["model_call_id"], masked["detail"]) == ("rollout-1", "child", reason)
+
+
+@pytest.mark.parametrize(("child", "reason"), NOT_SOUND, ids=_reason)
+async def test_a_call_that_is_not_sound_is_left_out_and_what_continues_it_stands_alone(
+    store_url: str, tmp_path: Path, child: TokenEntry, reason: str
+) -> None:
+    await put_rollout(store_url, [ROOT, child, below(child)])
+    await export(store_url, tmp_path / "out")
+    rows = parquet_rows(tmp_path / "out")
+    if reason == "ids_beyond_int64":
+        # Its prompt has the same id in it.
+        assert [row["call_ids"] for row in rows] == [["root"]]
+        assert left_out(tmp_path / "out") == [("rollout-1", name, reason) for name in ("child", "below")]
+        return
+    assert [(row["call_ids"], row["breaks"]) for row in rows] == [
+        (["root"], None),
+        (["below"], "parent_left_out"),
+    ]
+    assert rows[1]["loss_mask"] == [0, 0, 0, 0, 1]
+    assert left_out(tmp_path / "out") == [("rollout-1", "child", reason)]
+    assert {(row["whole"], row["calls_left_out"]) for row in rows} == {(False, 1)}
 
 
 async def test_a_delta_without_a_digest_is_left_out_for_nothing_proves_it(
@@ -172,9 +239,8 @@ async def test_a_largest_id_of_int64_is_exported_exactly(store_url: str, tmp_pat
 
 async def test_a_chain_without_a_sampled_token_is_left_out(store_url: str, tmp_path: Path) -> None:
     await put_rollout(store_url, [make_entry(generation=[])])
-    await export(store_url, tmp_path / "out")
-    assert left_out(tmp_path / "out") == [("rollout-1", "call-1", "no_generated_tokens")]
-    assert not list((tmp_path / "out").glob("*.parquet"))
+    report = await export(store_url, tmp_path / "out")
+    assert listed(report) == [("rollout-1", "call-1", "no_generated_tokens")]
 
 
 async def test_calls_that_continue_one_that_sampled_nothing_are_exported(
@@ -207,8 +273,8 @@ async def test_a_conflicting_call_is_never_exported(store_url: str, tmp_path: Pa
         await put_rollout(store_url, [changed(ROOT, model="other")])
     async with open_store(store_url, run=RUN) as store:
         await store.source.freeze("rollout-1")
-    await export(store_url, tmp_path / "out", ExportOptions(include_incomplete=True))
-    assert left_out(tmp_path / "out") == [("rollout-1", "root", "conflicting_call")]
+    report = await export(store_url, tmp_path / "out", ExportOptions(include_incomplete=True))
+    assert listed(report) == [("rollout-1", "root", "conflicting_call")]
 
 
 async def test_a_corrupt_rollout_is_named_left_out_and_reported_and_the_others_are_exported(
@@ -233,8 +299,8 @@ async def test_open_rollouts_are_listed_and_named_ones_are_never_passed_over_in_
     async with open_store(store_url, run=RUN) as store:
         await store.source.retire(["gone"])
         await store.source.freeze("empty")
-    await export(store_url, tmp_path / "all")
-    assert left_out(tmp_path / "all") == [("empty", "", "no_calls"), ("open", "", "not_frozen")]
+    report = await export(store_url, tmp_path / "all")
+    assert listed(report) == [("empty", "", "no_calls"), ("open", "", "not_frozen")]
     named = ("open", "gone", "never-heard-of")
     report = await export(store_url, tmp_path / "nothing", ExportOptions(rollout_ids=named))
     assert report.left_out == {"retired": 1, "not_frozen": 1, "unknown": 1}
@@ -255,7 +321,7 @@ async def test_the_weight_version_is_that_of_the_ledger_or_of_the_record_or_none
 ) -> None:
     entries = branching()[:3]
     entries[1] = changed(entries[1], weight_version=8)
-    entries[2] = changed(entries[2], weight_version="8")
+    entries[2] = changed(entries[2], weight_version="step-8")
     async with open_store(store_url, run=RUN) as store:
         await store.lineage.record(make_commit(model_call_id="root"))
     await put_rollout(store_url, entries)
@@ -307,9 +373,7 @@ async def test_a_staged_rollout_that_is_not_proven_is_left_out_with_its_reason(
     expected: list[tuple[str, str, str]],
 ) -> None:
     await put_staged(store_url, **{"calls": staged_rollout(), **make(staged_rollout())})
-    await export(store_url, tmp_path / "out")
-    assert left_out(tmp_path / "out") == expected
-    assert not parquet_rows(tmp_path / "out")
+    assert listed(await export(store_url, tmp_path / "out")) == expected
 
 
 async def test_staged_calls_beside_the_terminal_chain_are_listed(store_url: str, tmp_path: Path) -> None:
@@ -325,9 +389,7 @@ async def test_a_corrupt_staged_call_leaves_its_rollout_out(store_url: str, tmp_
     await put_staged(store_url, staged_rollout())
     broken = tables.staged_calls.c.model_call_id == "b"
     await run_sql(store_url, update(tables.staged_calls).where(broken).values(payload=b"\1\2"))
-    report = await export(store_url, tmp_path / "out")
-    assert left_out(tmp_path / "out") == [("r", "", "corrupt")]
-    assert not report.ok
+    assert listed(await export(store_url, tmp_path / "out")) == [("r", "", "corrupt")]
 
 
 @pytest.mark.parametrize("form", ["parquet", "calls", "gym"])
@@ -358,8 +420,7 @@ async def test_a_changed_ledger_row_leaves_its_rollout_out(
     await put_staged(sqlite_url, staged_rollout())
     await run_sql(sqlite_url, text("UPDATE ledger_calls SET response_id = 'other' WHERE model_call_id = 'a'"))
     report = await export(sqlite_url, tmp_path / "out", ExportOptions(format=form))
-    assert left_out(tmp_path / "out") == [("r", "", "corrupt")]
-    assert not report.ok
+    assert listed(report) == [("r", "", "corrupt")]
 
 
 async def test_complete_records_come_before_staged_calls_of_the_same_rollout(
@@ -381,5 +442,4 @@ async def test_records_beside_a_call_that_the_ledger_lost_are_left_out(
 ) -> None:
     await put_staged(store_url, [], failures=[("lost", "worker_died")], freeze=False)
     await put_rollout(store_url, [make_entry("r", "recorded")])
-    await export(store_url, tmp_path / "out")
-    assert left_out(tmp_path / "out") == [("r", "lost", "worker_died")]
+    assert listed(await export(store_url, tmp_path / "out")) == [("r", "lost", "worker_died")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
-from tests.audit.exports import RUN, branching, manifest, put_linear, put_rollout, run_sql
+from tests.audit.exports import RUN, branching, manifest, parquet_rows, put_linear, put_rollout, run_sql
 from tests.support.entries import make_entry
 from tokencustody import open_store
 from tokencustody.audit import ExportError, ExportOptions, export
@@ -181,16 +182,53 @@ async def test_a_rollout_that_was_retired_in_another_way_since_is_reported(
 
 
 async def test_a_rollout_of_which_a_call_was_left_out_is_not_retired(store_url: str, tmp_path: Path) -> None:
-    lost = make_entry(model_call_id="stray", prompt=[7], parent="nobody")
+    lost = make_entry(
+        model_call_id="stray",
+        prompt=[7],
+        parent="nobody",
+        prompt_is_delta=True,
+        cumulative=[6, 7, 30, 31, 32],
+    )
     await put_rollout(store_url, [*branching(), lost])
-    report = await export(store_url, tmp_path / "out", retire=True)
+    all_of_it = ExportOptions(include_incomplete=True)
+    report = await export(store_url, tmp_path / "out", all_of_it, retire=True)
     assert [(kept.rollout_id, kept.why) for kept in report.kept] == [("rollout-1", WhyKept.PARTLY_EXPORTED)]
     assert await calls(store_url) == 5
     assert (await states(store_url)) == {"rollout-1": "frozen"}
     assert not report.ok
     # In a format that holds all of it, it is.
-    whole = await export(store_url, tmp_path / "calls", ExportOptions(format="calls"), retire=True)  # type: ignore[arg-type]
+    whole = await export(store_url, tmp_path / "calls", replace(all_of_it, format="calls"), retire=True)  # type: ignore[arg-type]
     assert (whole.retired, whole.ok) == (1, True)
+
+
+@pytest.mark.parametrize("at", ["end", "beginning", "branch"])
+async def test_an_answer_of_nothing_is_no_reason_to_keep_a_rollout(
+    store_url: str, tmp_path: Path, at: str
+) -> None:
+    spoken = make_entry(model_call_id="spoken", prompt=[1, 2], generation=[3])
+    silent = {
+        # Aborted, and asked again; in whichever order they were stored.
+        "end": make_entry(model_call_id="silent", prompt=[1, 2], generation=[]),
+        "beginning": make_entry(model_call_id="silent", prompt=[1, 2], generation=[]),
+        "branch": make_entry(model_call_id="silent", prompt=[1, 2, 3, 4], generation=[], parent="spoken"),
+    }[at]
+    await put_rollout(store_url, [silent, spoken] if at == "beginning" else [spoken, silent])
+    report = await export(store_url, tmp_path / "out", retire=True)
+    (row,) = parquet_rows(tmp_path / "out")
+    assert (row["loss_mask"][:3], row["whole"]) == ([0, 0, 1], True)
+    assert (report.retired, report.kept, report.ok) == (1, [], True)
+    assert (await states(store_url)) == {"rollout-1": "retired"}
+
+
+async def test_a_rollout_that_sampled_nothing_at_all_is_handed_over_with_the_others(
+    store_url: str, tmp_path: Path
+) -> None:
+    await put_rollout(store_url, [make_entry("silent", generation=[])])
+    await put_linear(store_url, 1)
+    report = await export(store_url, tmp_path / "out", ExportOptions(rows_per_file=1), retire=True)
+    assert [row["rollout_id"] for row in parquet_rows(tmp_path / "out")] == ["rollout-000"]
+    assert (report.left_out, report.rollouts, report.retired) == ({"no_generated_tokens": 1}, 2, 2)
+    assert await states(store_url) == {"rollout-000": "retired", "silent": "retired"}
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one-after-the-other", "at-once"])

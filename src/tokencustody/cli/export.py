@@ -33,6 +33,21 @@ class SharedCalls(StrEnum):
     EVERY = "every"
 
 
+class OnBreak(StrEnum):
+    """The choices of `audit.export.OnBreak`, which loads SQLAlchemy."""
+
+    SPLIT = "split"
+    MASK = "mask"
+    FIRST = "first"
+
+
+class Siblings(StrEnum):
+    """The choices of `audit.export.Siblings`, which loads SQLAlchemy."""
+
+    SETTLE = "settle"
+    KEEP = "keep"
+
+
 def export(
     out: Annotated[
         Path,
@@ -69,6 +84,20 @@ def export(
             "sampled token is trained once, or in every chain."
         ),
     ] = SharedCalls.FIRST,
+    on_break: Annotated[
+        OnBreak,
+        typer.Option(
+            help="Where a prompt does not continue the call before: begin a new row there (split), leave the rollout "
+            "out (mask), or export only what lies before (first)."
+        ),
+    ] = OnBreak.SPLIT,
+    siblings: Annotated[
+        Siblings,
+        typer.Option(
+            help="Several answers to one prompt: retries, of which only the one is trained that the agent went on from "
+            "(settle), or samples that were asked for, which are all trained (keep)."
+        ),
+    ] = Siblings.SETTLE,
     rewards: Annotated[
         Path | None,
         typer.Option(
@@ -99,13 +128,16 @@ def export(
     """Write frozen rollouts to files: whole files only, the manifest last.
 
     The same command on the same folder goes on where it was stopped. What is left out stands in _manifest.json with its
-    reason. While there is nothing to export, no folder is made. Exit code 1 when a run or prefix is not there, when a
-    rollout is corrupt or unknown, changed since it was exported, or stays despite --retire.
+    reason. While there is nothing to export, no folder is made. Exit code 1 when everything was left out, after which
+    no folder stays either; when a run or prefix is not there; when a rollout is corrupt or unknown, changed since it
+    was exported, or stays despite --retire.
     """
     from tokencustody.audit.asked import reach
     from tokencustody.audit.export import ExportOptions
     from tokencustody.audit.export import Format as Formats
+    from tokencustody.audit.export import OnBreak as Breaking
     from tokencustody.audit.export import SharedCalls as Sharing
+    from tokencustody.audit.export import Siblings as Answers
     from tokencustody.audit.export import export as exported
     from tokencustody.cli import interrupts
     from tokencustody.cli.progress import progress
@@ -114,6 +146,11 @@ def export(
         raise typer.BadParameter("--retire marks what it retires", param_hint="--no-mark")
     if format is not Format.PARQUET and rewards is not None:
         raise typer.BadParameter("rewards are joined to rows of parquet only", param_hint="--rewards")
+    chosen = shared_calls, on_break, siblings
+    if format is not Format.PARQUET and chosen != (SharedCalls.FIRST, OnBreak.SPLIT, Siblings.SETTLE):
+        raise typer.BadParameter(
+            "--shared-calls, --on-break and --siblings make rows of parquet only", param_hint="--format"
+        )
     if format is Format.GYM and (rows_per_file or max_bytes):
         raise typer.BadParameter("Gym's files are one for each rollout", param_hint="--format")
     options = ExportOptions(
@@ -125,6 +162,8 @@ def export(
         unexported=unexported,
         include_incomplete=include_incomplete,
         shared_calls=Sharing(shared_calls),
+        on_break=Breaking(on_break),
+        siblings=Answers(siblings),
         **{
             name: value
             for name, value in {"rows_per_file": rows_per_file, "max_bytes": max_bytes}.items()
@@ -175,6 +214,7 @@ def _plain(report: ExportReport) -> dict[str, Any]:
         **asdict(report),
         "destination": str(report.destination),
         "left_out": dict(sorted(report.left_out.items())),
+        "breaks": dict(sorted(report.breaks.items())),
         "ok": report.ok,
     }
 
@@ -182,10 +222,14 @@ def _plain(report: ExportReport) -> dict[str, Any]:
 def _print(report: ExportReport) -> None:
     from rich.table import Table
 
+    from tokencustody.audit.export.report import remedy
+
     out = console(folds=True)
     state = "was finished before" if report.already_finished else "resumed" if report.resumed else "written"
     if report.export_id:
         out.print(literal(f"{report.destination}: {report.format}, {state} (export {report.export_id})"))
+    elif report.all_left_out:
+        out.print(literal(f"everything was left out: nothing was written to {report.destination}"))
     else:
         out.print(literal(f"nothing to export: nothing was written to {report.destination}"))
     table = Table("", "", box=None, show_header=False)
@@ -202,9 +246,31 @@ def _print(report: ExportReport) -> None:
         ("retired", report.retired),
     ):
         table.add_row(name, f"{count:,}")
+    for reason, count in sorted(report.breaks.items()):
+        table.add_row(literal(f"new row: {reason}"), f"{count:,}")
     for reason, count in sorted(report.left_out.items()):
         table.add_row(literal(f"left out: {reason}"), f"{count:,}")
     out.print(table)
+    for reason in sorted(report.left_out):
+        out.print(literal(f"{reason}: {remedy(reason)}"))
+    for left in report.listed[:_SHOWN]:
+        call = f", call {left.model_call_id}" if left.model_call_id else ""
+        detail = f": {left.detail}" if left.detail else ""
+        out.print(
+            literal(f"left out: rollout {left.rollout_id} of run {left.run}{call}: {left.reason}{detail}")
+        )
+    if len(report.listed) > _SHOWN:
+        out.print(literal(f"and {len(report.listed) - _SHOWN:,} more; --json lists all"))
+    if report.not_finite_log_probs:
+        counted = plural(report.not_finite_log_probs, "trained token")
+        out.print(
+            literal(f"{counted} without a finite log probability (NaN or infinite): mask them in training")
+        )
+    if report.routes_left_out:
+        counted = plural(report.routes_left_out, "call")
+        out.print(
+            literal(f"the routed experts of {counted} are too large for a row; --format calls holds them")
+        )
     if report.rewards is not None:
         for name in ("rollouts_without_reward", "rewards_without_rollout", "repeated"):
             found = report.rewards[name]

@@ -1,9 +1,9 @@
 """Frozen rollouts as files for training: Parquet chains, Gym's token files, or one call a line."""
 
-from tokencustody.audit.export.chains import SharedCalls
 from tokencustody.audit.export.exporting import export
 from tokencustody.audit.export.options import ExportOptions, Format
-from tokencustody.audit.export.report import ExportError, ExportReport, Kept, Why, WhyKept
+from tokencustody.audit.export.report import ExportError, ExportReport, Kept, LeftOut, Why, WhyKept
+from tokencustody.audit.export.rules import OnBreak, SharedCalls, Siblings
 
 __all__ = [
     "ExportError",
@@ -11,7 +11,10 @@ __all__ = [
     "ExportReport",
     "Format",
     "Kept",
+    "LeftOut",
+    "OnBreak",
     "SharedCalls",
+    "Siblings",
     "Why",
     "WhyKept",
     "export",

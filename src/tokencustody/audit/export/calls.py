@@ -8,9 +8,11 @@ from typing import Any
 
 import orjson
 
+from tokencustody.audit.export.chains import Forest, Shape, count_not_finite
 from tokencustody.audit.export.folder import ExportFolder
 from tokencustody.audit.export.reading import FrozenRollout, making_sense
 from tokencustody.audit.export.report import Exported, LeftOut, Why
+from tokencustody.audit.export.rules import RowRules
 from tokencustody.sql.exact_json import encode_json
 from tokencustody.sql.staged_codec import unpack_call
 from tokencustody.sql.tables import ledger_calls
@@ -43,6 +45,7 @@ class CallsPart:
         left_out: list[LeftOut] = []
         with making_sense(rollout.key):
             lines, tokens, sampled = self._lines(rollout, left_out)
+            shape = shape_of(rollout)
         lost = [row for row in rollout.ledger_failures if row.model_call_id not in rollout.calls]
         left_out += [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in lost]
         if not lines:
@@ -62,7 +65,14 @@ class CallsPart:
             rows=len(lines),
             tokens=tokens,
             trained_tokens=sampled,
-            whole=not left_out,
+            segments=shape.segments,
+            breaks=shape.breaks,
+            calls_left_out=len(left_out),
+            whole=shape.whole and not left_out,
+            is_held=not left_out,
+            not_finite_log_probs=sum(
+                count_not_finite(entry.generation_log_probs) for entry in rollout.entries
+            ),
         )
         return exported, left_out
 
@@ -129,6 +139,15 @@ class CallsPart:
             name: fields,
         }
         return _json(document) + b"\n"
+
+
+def shape_of(rollout: FrozenRollout) -> Shape:
+    """Return how a rollout that is held call by call would come apart into rows. No call of it is left out."""
+    if not rollout.entries:
+        return Shape(1, whole=not rollout.incomplete)
+    shape = Forest(rollout, RowRules()).shape
+    lost = rollout.incomplete or Why.PARENT_MISSING in shape.breaks
+    return Shape(shape.segments, shape.breaks, whole=not lost)
 
 
 def _json(document: dict[str, Any]) -> bytes:

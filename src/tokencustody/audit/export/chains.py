@@ -1,32 +1,18 @@
-"""Trainable chains of a rollout: paths from a root call to a leaf call over parents that are proven, and only those.
-
-A parent is proven when it was resolved, is itself proven, and its whole sequence is what the child's prompt begins
-with, id by id; a length or digest that a call records must be that of its sequence.
-"""
+"""Rows for a trainer: paths from the first call of a segment to a leaf, with the tokens that each of them trains."""
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from tokencustody.audit.export.engine_fields import EngineFields, engine_fields
 from tokencustody.audit.export.reading import FrozenRollout
 from tokencustody.audit.export.report import LeftOut, Why
-from tokencustody.errors import LineageError
-from tokencustody.lineage import check_recorded
-from tokencustody.records import ParentResolutionStatus, TokenEntry
-from tokencustody.sql.id_columns import digest_of_ids
-
-_MAX_INT64 = 2**63 - 1
-
-
-class SharedCalls(StrEnum):
-    """Which chains train the calls that several of them begin with."""
-
-    FIRST = "first"
-    EVERY = "every"
+from tokencustody.audit.export.rules import OnBreak, RowRules, SharedCalls
+from tokencustody.audit.export.segments import Placed, Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +24,9 @@ class Link:
     start: int
     generation_start: int
     generation_len: int
-    weight_version: int | None
+    engine: EngineFields
     model: str
-    parent_resolution: str
+    parent_resolution: str | None
     response_id: str | None
     payload_sha256: str
 
@@ -50,7 +36,8 @@ class Chain:
     """One row for a trainer; the three columns have one value for each token.
 
     `loss_mask` is 1 where a sampled token is to be trained here; `log_probs` (natural logarithms) are 0.0 elsewhere.
-    `digest` is `compute_digest` of `token_ids`.
+    `digest` is `compute_digest` of `token_ids`. `segment` numbers the segments of the rollout from 0, and `broke` says
+    why this one does not continue another, None for a root.
     """
 
     source: str
@@ -59,133 +46,113 @@ class Chain:
     log_probs: array[float]
     links: tuple[Link, ...]
     digest: str
+    segment: int = 0
+    broke: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Proven:
-    """A call that a chain may hold, and the lengths of its parent's sequence and of its own."""
+class Shape:
+    """How much of a rollout its rows are.
 
-    entry: TokenEntry
-    parent: str | None
-    start: int
-    end: int
-    digest: str
+    `breaks` counts the segments that do not begin with a root, by reason. `calls_left_out` are in no row. `whole`: the
+    rollout lost nothing, for all that it left out are retries that the agent never received, and calls that sampled
+    nothing. `is_held`: every token that was sampled in it is in the rows.
+    """
+
+    segments: int
+    breaks: dict[str, int] = field(default_factory=dict)
+    calls_left_out: int = 0
+    whole: bool = True
+    is_held: bool = True
+
+
+def count_not_finite(log_probs: Sequence[float]) -> int:
+    """Return how many are a NaN or an infinity."""
+    # A sum with one of them in it is no finite number; nearly always there is none.
+    return 0 if math.isfinite(sum(log_probs)) else sum(not math.isfinite(each) for each in log_probs)
 
 
 class Forest:
-    """The proven calls of a rollout. `left_out` says why the others are not among them."""
+    """The rows of a rollout, and what is in none of them, each call with its reason and in commit order."""
 
-    def __init__(self, rollout: FrozenRollout) -> None:
+    def __init__(self, rollout: FrozenRollout, rules: RowRules) -> None:
         self._rollout = rollout
-        self.left_out: list[LeftOut] = []
-        self._children: dict[str | None, list[TokenEntry]] = {}
-        self._proven: dict[str, _Proven] = {}
-        self._sort_by_parent()
-        for root in self._children.get(None, ()):
-            self._prove_below(root)
-        self._name_unreached()
-
-    def chains(self, shared: SharedCalls) -> Iterator[Chain]:
-        """Yield one chain for each leaf, in the order in which the leaves were committed, then by call id.
-
-        A chain without a token to train is left out; iterate to the end before reading `left_out`.
-        """
-        parents = {call.parent for call in self._proven.values()}
-        # In commit order, as the entries are.
-        leaves = [
-            entry.model_call_id
-            for entry in self._rollout.entries
-            if entry.model_call_id in self._proven and entry.model_call_id not in parents
+        self._rules = rules
+        self._segments = Segments(rollout, rules)
+        self._paths = self._trained_paths()
+        in_rows = {call.entry.model_call_id for path, _ in self._paths for call in path}
+        silent = [
+            LeftOut.of(rollout.key, Why.NO_GENERATED_TOKENS, call)
+            for call in self._segments.placed
+            if call not in in_rows
         ]
-        trained: set[str] = set()
-        for leaf in leaves:
-            path = self._path_to(leaf)
-            once = trained if shared is SharedCalls.FIRST else set()
-            if all(not call.entry.generation_token_ids or call.entry.model_call_id in once for call in path):
-                self._leave_out(leaf, Why.NO_GENERATED_TOKENS)
-                continue
-            yield self._chain(path, once)
-            trained.update(call.entry.model_call_id for call in path)
+        self.left_out = silent + self._segments.left_out
+        broken = Counter(why for why in self._segments.breaks.values() if why is not None)
+        self.shape = Shape(
+            segments=len(self._segments.breaks),
+            breaks={why.value: times for why, times in sorted(broken.items())},
+            calls_left_out=len(rollout.entries) - len(in_rows),
+            whole=not (
+                rollout.incomplete
+                or broken[Why.PARENT_MISSING]
+                or any(not Why(left.reason).is_harmless for left in self.left_out)
+            ),
+            is_held=all(left.reason == Why.NO_GENERATED_TOKENS for left in self.left_out),
+        )
+        order = {entry.model_call_id: index for index, entry in enumerate(rollout.entries)}
+        self.left_out.sort(key=lambda left: order[left.model_call_id])
+        if rules.on_break is OnBreak.MASK:
+            self._mask(order)
 
-    def _sort_by_parent(self) -> None:
-        present = {entry.model_call_id for entry in self._rollout.entries}
+    def chains(self) -> Iterator[Chain]:
+        """Yield one chain for each leaf, in the order in which the leaves were committed, then by call id."""
+        numbers = {top: number for number, top in enumerate(self._segments.breaks)}
+        for path, trained in self._paths:
+            top = path[0].top
+            yield self._chain(path, trained, numbers[top], self._segments.breaks[top])
+
+    def _trained_paths(self) -> list[tuple[list[Placed], frozenset[str]]]:
+        """Return the path to each leaf, and the calls that are trained in an earlier one."""
+        placed = self._segments.placed
+        parents = {call.parent for call in placed.values()}
+        paths = []
+        seen: set[str] = set()
+        # In commit order, as the entries are.
         for entry in self._rollout.entries:
-            why = self._why_not_linked(entry, present)
-            if why is None:
-                self._children.setdefault(entry.parent_call_id, []).append(entry)
-            else:
-                self._leave_out(entry.model_call_id, why)
-
-    def _why_not_linked(self, entry: TokenEntry, present: set[str]) -> Why | None:
-        if self._rollout.calls[entry.model_call_id].is_conflicting:
-            return Why.CONFLICTING_CALL
-        if entry.parent_resolution is None:
-            return Why.PARENT_NOT_RECORDED
-        if entry.parent_resolution == ParentResolutionStatus.UNRESOLVED:
-            return Why.UNRESOLVED_PARENT
-        if entry.parent_call_id is not None and entry.parent_call_id not in present:
-            return Why.PARENT_MISSING
-        return None
-
-    def _prove_below(self, root: TokenEntry) -> None:
-        # Depth first, so that a single list holds the sequence of the parent at hand: below a call it only grows.
-        ids: list[int] = []
-        waiting: list[tuple[TokenEntry, int]] = [(root, 0)]
-        while waiting:
-            entry, start = waiting.pop()
-            del ids[start:]
-            why, detail = self._continue(entry, ids)
-            if why is not None:
-                self._leave_out(entry.model_call_id, why, detail)
+            if entry.model_call_id not in placed or entry.model_call_id in parents:
                 continue
-            digest = entry.digest or digest_of_ids(ids)
-            call = _Proven(entry, entry.parent_call_id, start, len(ids), digest)
-            self._proven[entry.model_call_id] = call
-            waiting += [(child, len(ids)) for child in self._children.get(entry.model_call_id, ())]
+            path = self._path_to(entry.model_call_id)
+            before = seen if self._rules.shared_calls is SharedCalls.FIRST else set()
+            calls = [call.entry.model_call_id for call in path]
+            if any(
+                call.entry.generation_token_ids and call.entry.model_call_id not in before for call in path
+            ):
+                paths.append((path, frozenset(before.intersection(calls))))
+                seen.update(calls)
+        return paths
 
-    def _continue(self, entry: TokenEntry, ids: list[int]) -> tuple[Why | None, str]:
-        """Make the parent's sequence that of the call; return why that cannot be done, if it cannot."""
-        prompt, start = entry.prompt_token_ids, len(ids)
-        if not entry.prompt_is_delta and prompt[:start] != ids:
-            return Why.NOT_A_CONTINUATION, ""
-        ids += prompt if entry.prompt_is_delta else prompt[start:]
-        ids += entry.generation_token_ids
-        try:
-            check_recorded(entry, ids, digest_of_ids)
-        except LineageError as exc:
-            return Why.NOT_PROVEN, str(exc)
-        if max(ids[start:], default=0) > _MAX_INT64:
-            return Why.BEYOND_INT64, ""
-        return None, ""
-
-    def _name_unreached(self) -> None:
-        """Say of each call that no root leads to whether that is its own fault or that of what lies above it."""
-        told = {left.model_call_id for left in self.left_out}
-        by_id = {entry.model_call_id: entry for entry in self._rollout.entries}
-        for entry in self._rollout.entries:
-            if entry.model_call_id in self._proven or entry.model_call_id in told:
-                continue
-            above: set[str] = set()
-            call = entry.model_call_id
-            while call not in above and call not in told:
-                above.add(call)
-                call = str(by_id[call].parent_call_id)
-            is_circle = call == entry.model_call_id
-            self._leave_out(entry.model_call_id, Why.PARENT_CYCLE if is_circle else Why.PARENT_LEFT_OUT)
-            told.add(entry.model_call_id)
-
-    def _leave_out(self, model_call_id: str, why: Why, detail: str = "") -> None:
-        self.left_out.append(LeftOut.of(self._rollout.key, why, model_call_id, detail))
-
-    def _path_to(self, leaf: str) -> list[_Proven]:
+    def _path_to(self, leaf: str) -> list[Placed]:
         path = []
         call: str | None = leaf
         while call is not None:
-            path.append(self._proven[call])
+            path.append(self._segments.placed[call])
             call = path[-1].parent
         return path[::-1]
 
-    def _chain(self, path: Sequence[_Proven], trained: set[str]) -> Chain:
+    def _mask(self, order: Mapping[str, int]) -> None:
+        """Leave out a rollout that is broken, or of which something is lost."""
+        broken = {call: why for call, why in self._segments.breaks.items() if why is not None}
+        broken |= {
+            left.model_call_id: Why(left.reason) for left in self.left_out if not Why(left.reason).is_harmless
+        }
+        if broken:
+            first = min(broken, key=order.__getitem__)
+            self._paths = []
+            self.left_out.append(LeftOut.of(self._rollout.key, Why.BROKEN, first, broken[first]))
+
+    def _chain(
+        self, path: Sequence[Placed], trained: frozenset[str], segment: int, broke: str | None
+    ) -> Chain:
         ids, mask, log_probs = array("q"), array("b"), array("d")
         links = []
         for call in path:
@@ -203,26 +170,18 @@ class Forest:
                 mask.frombytes(b"\1" * generated)
                 log_probs.extend(entry.generation_log_probs)
             links.append(self._link(call, generated))
-        return Chain("records", ids, mask, log_probs, tuple(links), path[-1].digest)
+        return Chain("records", ids, mask, log_probs, tuple(links), path[-1].digest, segment, broke)
 
-    def _link(self, call: _Proven, generated: int) -> Link:
+    def _link(self, call: Placed, generated: int) -> Link:
         entry = call.entry
         return Link(
             model_call_id=entry.model_call_id,
             start=call.start,
             generation_start=call.end - generated,
             generation_len=generated,
-            weight_version=_weight_version(self._rollout, entry),
+            engine=engine_fields(entry, self._rollout.ledger.get(entry.model_call_id)),
             model=entry.model,
-            parent_resolution=str(entry.parent_resolution),
+            parent_resolution=entry.parent_resolution,
             response_id=entry.response_id,
             payload_sha256=self._rollout.calls[entry.model_call_id].payload_sha256,
         )
-
-
-def _weight_version(rollout: FrozenRollout, entry: TokenEntry) -> int | None:
-    ledger = rollout.ledger.get(entry.model_call_id)
-    if ledger is not None:
-        return int(ledger.weight_version)
-    recorded: Any = (entry.model_extra or {}).get("weight_version")
-    return recorded if type(recorded) is int and abs(recorded) <= _MAX_INT64 else None

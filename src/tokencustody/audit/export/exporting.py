@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +18,14 @@ from tokencustody.audit.export.calls import CallsPart
 from tokencustody.audit.export.folder import ExportFolder, saying
 from tokencustody.audit.export.gym import GymPart
 from tokencustody.audit.export.handover import ExportMarks, HandOver
+from tokencustody.audit.export.manifest import (
+    MANIFEST_VERSION,
+    holds_anything,
+    holds_rows,
+    make_manifest,
+    read_manifest,
+    report_of_none,
+)
 from tokencustody.audit.export.options import ExportOptions, Format
 from tokencustody.audit.export.parquet import ParquetPart, require_pyarrow
 from tokencustody.audit.export.reading import FrozenRollout, RolloutRows, making_sense, rollout_txn
@@ -47,7 +53,6 @@ DEADLINE = 30.0
 # Rollouts whose Gym files are finished together, and things left out after which a part ends in any case.
 _GYM_ROLLOUTS_PER_PART = 64
 _LEFT_OUT_PER_PART = 10_000
-_MANIFEST_VERSION = 1
 
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -86,7 +91,8 @@ async def export(
     a rollout is marked and retired in one transaction, if it is still exactly what the files hold and nothing of it
     was left out; the files are hashed again first. `mark=False` writes nothing to the database.
 
-    While there is no rollout to write, no folder is made either, so that the same call may be repeated until there is.
+    While there is no rollout to write, no folder is made either, so that the same call may be repeated until there is;
+    nor is one left when everything was left out, which the report says (`all_left_out`) and lists.
 
     Raises RolloutNotFoundError for a run that the database does not have or a prefix with which nothing in it begins;
     ExportError for a folder that holds something else, another export or one of another database, for rewards that
@@ -115,7 +121,7 @@ async def export(
         with folder.opened():
             exporting = _Export(database, folder, options, joined, progress)
             report, rollouts = await exporting.run()
-            if mark:
+            if mark and not report.all_left_out:
                 await _hand_over(marks, folder, report, rollouts, retire, progress)
             return report
     finally:
@@ -157,7 +163,7 @@ class _Export:
             manifest, sha256 = finished
             self._check_same(header, manifest, ("database_identity", "options"))
             self._folder.remove_progress()
-            return self._report(manifest, sha256, already_finished=True)
+            return read_manifest(self._folder.path, manifest, sha256, already_finished=True)
         begun = self._folder.progress()
         if begun is None:
             self._folder.begin(header)
@@ -166,11 +172,21 @@ class _Export:
             header, self._parts = begun
         self._folder.remove_unfinished(self._parts)
         await self._write_parts()
+        if not holds_anything(self._parts, self._options):
+            self._folder.vanish()
+            return report_of_none(self._folder.path, self._parts, self._options), []
         await reach("an export wrote all parts, and no manifest")
-        manifest = self._manifest(header)
-        return self._report(manifest, self._folder.finish(manifest), resumed=begun is not None)
+        manifest = make_manifest(header, self._parts, self._options, self._rewards)
+        return read_manifest(
+            self._folder.path, manifest, self._folder.finish(manifest), resumed=begun is not None
+        )
 
     def _check_same(self, mine: dict[str, Any], theirs: dict[str, Any], names: Sequence[str]) -> None:
+        if theirs.get("manifest_version", MANIFEST_VERSION) < MANIFEST_VERSION:
+            raise ExportError(
+                f"{self._folder.path} holds an export of {theirs['library']}, which made rows by other rules; hand it "
+                "over with that, or name a new folder"
+            )
         for name in names:
             if mine[name] == theirs[name]:
                 continue
@@ -219,7 +235,7 @@ class _Export:
                 return ParquetPart(
                     self._folder,
                     number,
-                    shared=self._options.shared_calls,
+                    rules=self._options.rules(),
                     rewards=self._rewards,
                     exported_by=self._library,
                 )
@@ -269,7 +285,7 @@ class _Export:
 
     async def _finish_part(self, last: RolloutKey) -> None:
         files: tuple[WrittenFile, ...] = ()
-        if self._rollouts:
+        if any(holds_rows(rollout, self._options) for rollout in self._rollouts):
             with saying(self._folder.path):
                 self._writer.finish()
             await reach("an export wrote a part under temporary names")
@@ -281,64 +297,6 @@ class _Export:
         self._folder.note(part)
         self._parts.append(part)
         await reach("an export noted a part")
-
-    def _manifest(self, header: dict[str, Any]) -> dict[str, Any]:
-        left_out = [left for part in self._parts for left in part.left_out]
-        rollouts = [rollout for part in self._parts for rollout in part.rollouts]
-        met = {rollout.rollout_id for rollout in rollouts} | {left.rollout_id for left in left_out}
-        left_out += [
-            LeftOut(self._options.run or "", rollout_id, Why.UNKNOWN)
-            for rollout_id in sorted(set(self._options.rollout_ids or ()) - met)
-        ]
-        files = [file for part in self._parts for file in part.files]
-        return {
-            "manifest_version": _MANIFEST_VERSION,
-            **header,
-            "finished_at": now().isoformat(),
-            "counts": {
-                "files": len(files),
-                "bytes": sum(file.bytes for file in files),
-                "rollouts": len(rollouts),
-                **{
-                    name: sum(getattr(rollout, name) for rollout in rollouts)
-                    for name in ("rows", "calls", "tokens", "trained_tokens")
-                },
-                "left_out": dict(sorted(Counter(left.reason for left in left_out).items())),
-            },
-            "rewards": self._rewards.summary(rollout.key for rollout in rollouts)
-            if self._rewards.sha256
-            else None,
-            "parts": [
-                {
-                    "files": [asdict(file) for file in part.files],
-                    "rollouts": [asdict(rollout) for rollout in part.rollouts],
-                }
-                for part in self._parts
-                if part.rollouts
-            ],
-            "left_out": [asdict(left) for left in left_out],
-        }
-
-    def _report(
-        self, manifest: dict[str, Any], sha256: str, *, already_finished: bool = False, resumed: bool = False
-    ) -> tuple[ExportReport, list[Exported]]:
-        counts = dict(manifest["counts"])
-        report = ExportReport(
-            destination=self._folder.path,
-            export_id=manifest["export_id"],
-            format=manifest["options"]["format"],
-            already_finished=already_finished,
-            resumed=resumed,
-            left_out=Counter(counts.pop("left_out")),
-            rewards=manifest["rewards"],
-            manifest_sha256=sha256,
-            unknown=tuple(
-                left["rollout_id"] for left in manifest["left_out"] if left["reason"] == Why.UNKNOWN
-            ),
-            **counts,
-        )
-        parts = manifest["parts"]
-        return report, [Exported(**each) for part in parts for each in part["rollouts"]]
 
 
 def _corrupt(key: RolloutKey, exc: CorruptEntryError) -> LeftOut:

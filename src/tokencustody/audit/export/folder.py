@@ -42,6 +42,7 @@ class ExportFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._ours: list[Path] = []
         self._written: list[tuple[Path, str, int]] = []
 
     @property
@@ -53,6 +54,9 @@ class ExportFolder:
     def opened(self) -> Iterator[None]:
         """Hold the folder. Raises ExportError when another process does, or when it cannot be made or written."""
         with saying(self.path):
+            self._ours = [path for path in (self.path, *self.path.absolute().parents) if not path.exists()]
+            if self.is_begun:
+                self._ours = [self.path]
             make_folder(self.path)
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -171,6 +175,15 @@ class ExportFolder:
         with saying(path):
             path.unlink(missing_ok=True)
         self._sync()
+
+    def vanish(self) -> None:
+        """Remove what an export without a row has left here: its progress, and the folders that were made for it."""
+        self.remove_unfinished(())
+        self.remove_progress()
+        # Only what is empty goes.
+        with contextlib.suppress(OSError):
+            for path in self._ours:
+                path.rmdir()
 
     def verify(self, files: Iterable[WrittenFile]) -> None:
         """Raise ExportError that names the first file whose bytes are not those that the manifest lists."""

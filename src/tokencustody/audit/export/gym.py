@@ -10,7 +10,7 @@ import hashlib
 import json
 from typing import Any
 
-from tokencustody.audit.export.calls import sorted_json, strict_json
+from tokencustody.audit.export.calls import shape_of, sorted_json, strict_json
 from tokencustody.audit.export.folder import ExportFolder
 from tokencustody.audit.export.reading import FrozenRollout, making_sense
 from tokencustody.audit.export.report import Exported, LeftOut, Why
@@ -77,6 +77,7 @@ class GymPart:
             # Gym reads no line of which this is an error.
             manifest_of(key.rollout_id, list(rollout.ledger.values()), rollout.ledger_failures)
             ledger = [_lineage_line(row) for row in rollout.ledger.values()]
+            shape = shape_of(rollout)
         self._write(rollout, lines, ledger)
         self.rows += len(lines)
         generated = sum(len(entry.generation_token_ids) for entry in rollout.entries)
@@ -91,7 +92,11 @@ class GymPart:
             rows=len(lines),
             tokens=generated + sum(len(entry.prompt_token_ids) for entry in rollout.entries),
             trained_tokens=generated,
-            whole=True,
+            segments=shape.segments,
+            breaks=shape.breaks,
+            calls_left_out=0,
+            whole=shape.whole,
+            is_held=True,
         )
         return exported, []
 

@@ -135,7 +135,7 @@ class ExportMarks(SqlStore):
             if how.once and marked_by and not is_mine:
                 return WhyKept.EXPORTED
             connection.execute(insert_if_absent(connection, exports), mark)
-            if how.retire and not rollout.whole:
+            if how.retire and not rollout.is_held:
                 return WhyKept.PARTLY_EXPORTED
             if how.retire and drop_txn(connection, key, fence, rollout.snapshot_id, rollout.version, stamp):
                 return None

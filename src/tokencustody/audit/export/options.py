@@ -7,8 +7,8 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from tokencustody.audit.export.chains import SharedCalls
 from tokencustody.audit.export.rewards import Rewards
+from tokencustody.audit.export.rules import OnBreak, RowRules, SharedCalls, Siblings
 from tokencustody.audit.selection import RolloutFilter
 from tokencustody.errors import InvalidRecordError
 from tokencustody.records import shown
@@ -30,8 +30,8 @@ class ExportOptions:
     """What an export holds, which a second run on the same folder must repeat.
 
     `unexported` asks only for rollouts that no export marked at their present snapshot. A file ends with the rollout
-    in which it reaches `rows_per_file` rows or `max_bytes` bytes before compression. Raises InvalidRecordError that
-    names an option of no sense.
+    in which it reaches `rows_per_file` rows or `max_bytes` bytes before compression. `shared_calls`, `on_break` and
+    `siblings` say how Parquet's rows are made. Raises InvalidRecordError that names an option of no sense.
     """
 
     format: Format = Format.PARQUET
@@ -42,11 +42,18 @@ class ExportOptions:
     unexported: bool = False
     include_incomplete: bool = False
     shared_calls: SharedCalls = SharedCalls.FIRST
+    on_break: OnBreak = OnBreak.SPLIT
+    siblings: Siblings = Siblings.SETTLE
     rows_per_file: int = DEFAULT_ROWS_PER_FILE
     max_bytes: int = DEFAULT_MAX_BYTES
 
     def __post_init__(self) -> None:
-        for name, kind in (("format", Format), ("shared_calls", SharedCalls)):
+        for name, kind in (
+            ("format", Format),
+            ("shared_calls", SharedCalls),
+            ("on_break", OnBreak),
+            ("siblings", Siblings),
+        ):
             value = getattr(self, name)
             if value not in list(kind):
                 raise InvalidRecordError(f"{name} must be one of {', '.join(kind)}, not {shown(value)}")
@@ -58,7 +65,15 @@ class ExportOptions:
                 raise InvalidRecordError(f"{name} must be an integer of at least 1, not {shown(value)}")
         if self.before is not None and self.before.tzinfo is None:
             raise InvalidRecordError("before must have a time zone")
+        if self.format is not Format.PARQUET and self.rules() != RowRules():
+            raise InvalidRecordError(
+                f"shared_calls, on_break and siblings make rows of parquet, and {self.format} holds every call as it is"
+            )
         self.filter()
+
+    def rules(self) -> RowRules:
+        """Return how rows are made of calls."""
+        return RowRules(self.shared_calls, self.on_break, self.siblings)
 
     def filter(self) -> RolloutFilter:
         """Return which rollouts are looked at, in whichever state."""

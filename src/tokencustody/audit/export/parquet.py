@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from itertools import accumulate, chain
 from typing import Any
 
-from tokencustody.audit.export.chains import Chain, Forest, SharedCalls
+from tokencustody.audit.export.chains import Chain, Forest, Shape, count_not_finite
 from tokencustody.audit.export.folder import ExportFolder
 from tokencustody.audit.export.reading import FrozenRollout, making_sense
 from tokencustody.audit.export.report import Exported, ExportError, LeftOut, Why
 from tokencustody.audit.export.rewards import Rewards
+from tokencustody.audit.export.rules import RowRules
 from tokencustody.audit.export.staged import staged_chain
 
 # Tokens, of 17 bytes each, that are held before they are written.
 _TOKENS_PER_GROUP = 250_000
 _BYTES_PER_TOKEN = 17
+# Bytes of routed experts that are held before they are written, and the most that one row may have.
+_ROUTES_PER_GROUP = 2**26
+_MOST_ROUTES = 2**30
 _CODES = {"int32": "i", "int64": "q", "double": "d"}
 _NESTED = {"call_ids", "models", "parent_resolutions", "response_ids", "payload_sha256"}
 
@@ -44,6 +49,11 @@ def schema() -> Any:
             pa.field("run", pa.string(), nullable=False),
             pa.field("rollout_id", pa.string(), nullable=False),
             pa.field("chain_index", pa.int32(), nullable=False),
+            pa.field("segment", pa.int32(), nullable=False),
+            pa.field("segments", pa.int32(), nullable=False),
+            pa.field("breaks", pa.string()),
+            pa.field("whole", pa.bool_(), nullable=False),
+            pa.field("calls_left_out", pa.int32(), nullable=False),
             pa.field("leaf_call_id", pa.string(), nullable=False),
             pa.field("token_ids", numbers, nullable=False),
             pa.field("loss_mask", pa.list_(pa.int8()), nullable=False),
@@ -53,6 +63,8 @@ def schema() -> Any:
             pa.field("generation_starts", numbers, nullable=False),
             pa.field("generation_lengths", numbers, nullable=False),
             pa.field("weight_versions", numbers, nullable=False),
+            pa.field("recorded_weight_versions", texts, nullable=False),
+            pa.field("routed_experts", pa.list_(pa.large_string()), nullable=False),
             pa.field("models", texts, nullable=False),
             pa.field("parent_resolutions", texts, nullable=False),
             pa.field("response_ids", texts, nullable=False),
@@ -102,9 +114,9 @@ def _column(pa: Any, kind: Any, values: Sequence[Any]) -> Any:
         case _ if pa.types.is_list(kind):
             buffers = [_offsets(values)]
             children = [_column(pa, kind.value_type, list(chain.from_iterable(values)))]
-        case _ if pa.types.is_string(kind):
+        case _ if pa.types.is_string(kind) or pa.types.is_large_string(kind):
             texts = [(value or "").encode() for value in values]
-            buffers = [_offsets(texts), b"".join(texts)]
+            buffers = [_offsets(texts, "i" if pa.types.is_string(kind) else "q"), b"".join(texts)]
         case _ if pa.types.is_boolean(kind):
             buffers = [_bits(values)]
         case _:
@@ -114,8 +126,8 @@ def _column(pa: Any, kind: Any, values: Sequence[Any]) -> Any:
     )
 
 
-def _offsets(values: Sequence[Sequence[Any]]) -> array[int]:
-    return array("i", accumulate(map(len, values), initial=0))
+def _offsets(values: Sequence[Sequence[Any]], code: str = "i") -> array[int]:
+    return array(code, accumulate(map(len, values), initial=0))
 
 
 def _bits(values: Sequence[bool]) -> bytes:
@@ -130,18 +142,19 @@ class ParquetPart:
     """One Parquet file in the making. It holds at most about one row group, and one rollout, in memory."""
 
     def __init__(
-        self, folder: ExportFolder, number: int, *, shared: SharedCalls, rewards: Rewards, exported_by: str
+        self, folder: ExportFolder, number: int, *, rules: RowRules, rewards: Rewards, exported_by: str
     ) -> None:
         self.rows = 0
         self.size = 0
         self._pa, parquet = require_pyarrow()
         self._folder = folder
         self._name = f"part-{number:05}.parquet"
-        self._shared = shared
+        self._rules = rules
         self._rewards = rewards
         self._exported_by = exported_by
         self._lists = {"token_ids": _Lists("q"), "loss_mask": _Lists("b"), "log_probs": _Lists("d")}
         self._others: list[dict[str, Any]] = []
+        self._routes = 0
         self._stream = folder.open_temporary()
         self._writer = parquet.ParquetWriter(
             self._stream,
@@ -165,24 +178,31 @@ class ParquetPart:
         lost = [row for row in rollout.ledger_failures if row.model_call_id not in rollout.calls]
         if rollout.entries and lost:
             return None, [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in lost]
+        chains: Iterator[Chain]
         with making_sense(rollout.key):
             if rollout.is_staged_only:
                 found, left_out = staged_chain(rollout)
                 chains = iter(() if found is None else (found,))
+                shape = Shape(1, calls_left_out=len(left_out), whole=not left_out, is_held=not left_out)
             else:
-                forest = Forest(rollout)
-                chains, left_out = forest.chains(self._shared), forest.left_out
-        rows = tokens = trained = 0
+                forest = Forest(rollout, self._rules)
+                chains, left_out, shape = forest.chains(), forest.left_out, forest.shape
+        beside = [LeftOut.of(rollout.key, Why.STAGED_BESIDE_RECORDS, call) for call in rollout.staged]
+        if rollout.entries and beside:
+            left_out += beside
+            shape = replace(
+                shape, calls_left_out=shape.calls_left_out + len(beside), whole=False, is_held=False
+            )
+        rows = tokens = trained = not_finite = routes_left_out = 0
         calls: set[str] = set()
-        source = ""
         for each in chains:
-            self._add_row(rollout, rows, each)
-            rows, source = rows + 1, each.source
+            routes_left_out += self._add_row(rollout, rows, each, shape)
+            rows += 1
             tokens, trained = tokens + len(each.token_ids), trained + sum(each.loss_mask)
+            not_finite += count_not_finite(each.log_probs)
             calls.update(link.model_call_id for link in each.links)
-        if rollout.entries:
-            left_out += [LeftOut.of(rollout.key, Why.STAGED_BESIDE_RECORDS, call) for call in rollout.staged]
-        if not rows:
+        # What sampled nothing is handed over without a row.
+        if not rows and not (rollout.entries and shape.is_held):
             return None, left_out or [LeftOut.of(rollout.key, Why.NO_CALLS)]
         exported = Exported(
             run=rollout.key.run,
@@ -190,12 +210,18 @@ class ParquetPart:
             snapshot_id=rollout.snapshot_id,
             version=rollout.version,
             incomplete=rollout.incomplete,
-            source=source,
+            source="ledger" if rollout.is_staged_only else "records",
             calls=len(calls),
             rows=rows,
             tokens=tokens,
             trained_tokens=trained,
-            whole=not left_out,
+            segments=shape.segments,
+            breaks=shape.breaks,
+            calls_left_out=shape.calls_left_out,
+            whole=shape.whole,
+            is_held=shape.is_held,
+            not_finite_log_probs=not_finite,
+            routes_left_out=routes_left_out,
         )
         return exported, left_out
 
@@ -212,8 +238,15 @@ class ParquetPart:
             self._writer.close()
         self._folder.discard(self._stream)
 
-    def _add_row(self, rollout: FrozenRollout, index: int, chain: Chain) -> None:
+    def _add_row(self, rollout: FrozenRollout, index: int, chain: Chain, shape: Shape) -> int:
+        """Add a row; return of how many calls it does not have the routed experts, for they are too large."""
         links = chain.links
+        routes = [link.engine.routed_experts for link in links]
+        size = sum(len(each) for each in routes if each is not None)
+        left_out = 0
+        if size > _MOST_ROUTES:
+            left_out, size = len(routes) - routes.count(None), 0
+            routes = [None] * len(routes)
         self._lists["token_ids"].add(chain.token_ids)
         self._lists["loss_mask"].add(chain.loss_mask)
         self._lists["log_probs"].add(chain.log_probs)
@@ -222,12 +255,19 @@ class ParquetPart:
                 "run": rollout.key.run,
                 "rollout_id": rollout.key.rollout_id,
                 "chain_index": index,
+                "segment": chain.segment,
+                "segments": shape.segments,
+                "breaks": chain.broke,
+                "whole": shape.whole,
+                "calls_left_out": shape.calls_left_out,
                 "leaf_call_id": links[-1].model_call_id,
                 "call_ids": [link.model_call_id for link in links],
                 "call_starts": [link.start for link in links],
                 "generation_starts": [link.generation_start for link in links],
                 "generation_lengths": [link.generation_len for link in links],
-                "weight_versions": [link.weight_version for link in links],
+                "weight_versions": [link.engine.weight_version for link in links],
+                "recorded_weight_versions": [link.engine.recorded_version for link in links],
+                "routed_experts": routes,
                 "models": [link.model for link in links],
                 "parent_resolutions": [link.parent_resolution for link in links],
                 "response_ids": [link.response_id for link in links],
@@ -242,9 +282,11 @@ class ParquetPart:
             }
         )
         self.rows += 1
-        self.size += len(chain.token_ids) * _BYTES_PER_TOKEN
-        if len(self._lists["token_ids"].values) >= _TOKENS_PER_GROUP:
+        self.size += len(chain.token_ids) * _BYTES_PER_TOKEN + size
+        self._routes += size
+        if len(self._lists["token_ids"].values) >= _TOKENS_PER_GROUP or self._routes >= _ROUTES_PER_GROUP:
             self._flush()
+        return left_out
 
     def _flush(self) -> None:
         if not self._others:
@@ -257,5 +299,6 @@ class ParquetPart:
         ]
         self._writer.write_table(self._pa.Table.from_arrays(columns, schema=schema()))
         self._others.clear()
+        self._routes = 0
         for lists in self._lists.values():
             lists.clear()

@@ -26,14 +26,18 @@ class Why(StrEnum):
     CORRUPT = "corrupt"
     NO_CALLS = "no_calls"
     GYM_CANNOT_CARRY = "gym_cannot_carry"
-    # A call; what lies below it in the tree of parents is left out too, as PARENT_LEFT_OUT
+    BROKEN = "broken"
+    # A call that is no continuation: it begins a row of its own, or is left out
     UNRESOLVED_PARENT = "unresolved_parent"
     PARENT_NOT_RECORDED = "parent_not_recorded"
     PARENT_MISSING = "parent_missing"
     PARENT_CYCLE = "parent_cycle"
     PARENT_LEFT_OUT = "parent_left_out"
-    CONFLICTING_CALL = "conflicting_call"
     NOT_A_CONTINUATION = "prompt_does_not_begin_with_parent"
+    # A call that is in no row
+    AMBIGUOUS_RETRY = "ambiguous_retry"
+    SUPERSEDED_RETRY = "superseded_retry"
+    CONFLICTING_CALL = "conflicting_call"
     NOT_PROVEN = "digest_or_length_mismatch"
     BEYOND_INT64 = "ids_beyond_int64"
     NO_GENERATED_TOKENS = "no_generated_tokens"
@@ -41,6 +45,45 @@ class Why(StrEnum):
     STAGED_BESIDE_RECORDS = "staged_beside_records"
     NOT_ON_TERMINAL_CHAIN = "not_on_terminal_chain"
     STAGED_CALL_MISSING = "staged_call_missing"
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the conversation lost nothing by it."""
+        return self in (Why.SUPERSEDED_RETRY, Why.NO_GENERATED_TOKENS)
+
+
+# What a person can do about each, in one line.
+REMEDIES: dict[str, str] = {
+    Why.NOT_FROZEN: "freeze it, then export again with --unexported",
+    Why.RETIRED: "its records are gone; look for the export that holds it in the view audit_exports",
+    Why.UNKNOWN: "look for the name with tokencustody rollouts",
+    Why.INCOMPLETE: "tokencustody show says what it lost; --include-incomplete exports the rest",
+    Why.CORRUPT: "tokencustody verify names what is damaged; restore it from a backup",
+    Why.NO_CALLS: "nothing was ever written to it; tokencustody retire lets it go",
+    Why.GYM_CANNOT_CARRY: "export it with --format calls",
+    Why.BROKEN: "--on-break split makes a row of each part",
+    Why.UNRESOLVED_PARENT: "--on-break split makes a row of the call alone",
+    Why.PARENT_NOT_RECORDED: "stamp_lineage records the parent; --on-break split makes a row of the call alone",
+    Why.PARENT_MISSING: "its parent was never stored: a full prompt is a row by itself, a delta cannot be read",
+    Why.PARENT_CYCLE: "tokencustody verify names the circle; a delta in it cannot be read",
+    Why.PARENT_LEFT_OUT: "see why the call above it was left out",
+    Why.NOT_A_CONTINUATION: "--on-break split begins a new row there",
+    Why.AMBIGUOUS_RETRY: "if one prompt was sampled several times on purpose, --siblings keep trains each answer",
+    Why.SUPERSEDED_RETRY: "nothing: the agent went on from another answer to the same prompt; --format calls holds it",
+    Why.CONFLICTING_CALL: "two writers used its id; tokencustody show names them",
+    Why.NOT_PROVEN: "its writer stamped another sequence; tokencustody verify names the call",
+    Why.BEYOND_INT64: "export it with --format calls",
+    Why.NO_GENERATED_TOKENS: "nothing: no token was sampled",
+    Why.STAGED_BESIDE_RECORDS: "nothing, if the complete records are all that is to be trained",
+    Why.NOT_ON_TERMINAL_CHAIN: "nothing, if the chain that ends in the terminal call is the one",
+    Why.STAGED_CALL_MISSING: "the worker never staged it, or it was deleted; --format calls holds the others",
+}
+_ANY_OTHER_REMEDY = "the receipt or the ledger says so; --format calls holds what was captured"
+
+
+def remedy(reason: str) -> str:
+    """Return what a person can do about what was left out for a reason."""
+    return REMEDIES.get(reason, _ANY_OTHER_REMEDY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +104,11 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A rollout in the files, exactly at that snapshot and version. `whole`: nothing of it was left out."""
+    """A rollout in the files, exactly at that snapshot and version.
+
+    `segments`, `breaks`, `calls_left_out`, `whole` and `is_held` as in `Shape`. `not_finite_log_probs` are tokens to
+    train whose log probability is a NaN or an infinity, `routes_left_out` calls whose routed experts were too large.
+    """
 
     run: str
     rollout_id: str
@@ -73,7 +120,13 @@ class Exported:
     rows: int
     tokens: int
     trained_tokens: int
+    segments: int
+    breaks: dict[str, int]
+    calls_left_out: int
     whole: bool
+    is_held: bool
+    not_finite_log_probs: int = 0
+    routes_left_out: int = 0
 
     @property
     def key(self) -> RolloutKey:
@@ -143,7 +196,9 @@ class Kept:
 class ExportReport:
     """What an export did. `left_out` counts by reason; the manifest lists each. `unknown` are ids without a rollout.
 
-    Without an `export_id` there was nothing to export, and nothing was written.
+    Without an `export_id` nothing was written, for there was nothing to export, or, when `all_left_out`, no call of
+    what there was can be; `listed` then says of each why. `breaks` counts by reason where rows begin that continue no
+    other call, `not_finite_log_probs` the tokens to train whose log probability is a NaN or an infinity.
 
     `marked` and `retired` count the rollouts that are so now, through this call or an earlier one on the same folder.
     """
@@ -160,7 +215,13 @@ class ExportReport:
     calls: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    calls_left_out: int = 0
+    not_finite_log_probs: int = 0
+    routes_left_out: int = 0
+    breaks: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
+    all_left_out: bool = False
+    listed: tuple[LeftOut, ...] = ()
     rewards: dict[str, Any] | None = None
     manifest_sha256: str = ""
     unknown: tuple[str, ...] = ()
@@ -170,5 +231,10 @@ class ExportReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing asks for a person: no rollout is corrupt or unknown, changed since, or stays unwanted."""
-        return not (self.kept or self.left_out[Why.CORRUPT] or self.left_out[Why.UNKNOWN])
+        """Whether nothing asks for a person.
+
+        No rollout is corrupt or unknown, changed since, or stays unwanted, and not everything was left out.
+        """
+        return not (
+            self.kept or self.all_left_out or self.left_out[Why.CORRUPT] or self.left_out[Why.UNKNOWN]
+        )

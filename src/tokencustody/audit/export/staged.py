@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 
 from tokencustody.audit.export.chains import Chain, Link
+from tokencustody.audit.export.engine_fields import EngineFields, routed_text
 from tokencustody.audit.export.reading import FrozenRollout
 from tokencustody.audit.export.report import LeftOut, Why
 from tokencustody.records import ParentResolutionStatus, compute_digest
-from tokencustody.sql.staged_codec import unpack_call
+from tokencustody.sql.staged_codec import unpack_call, unpack_extras
 from tokencustody.staging.rebuild import LinearizedRow, ReceiptVerificationError, verify_and_linearize
 from tokencustody.staging.records import RolloutReceipt
 from tokencustody.staging.terminal import assemble_receipt
@@ -21,7 +23,7 @@ def staged_chain(rollout: FrozenRollout) -> tuple[Chain | None, list[LeftOut]]:
     """Return the chain that ends in the rollout's terminal call, if one is proven, and what is not in it.
 
     The terminal is where the parent links end, as `assemble_receipt` finds it without a scored response. Raises
-    CorruptEntryError that names a staged call whose bytes are not those that were staged.
+    CorruptEntryError that names a staged call whose bytes or extras are not those that were staged.
     """
     manifest = manifest_of(
         rollout.key.rollout_id, list(rollout.ledger.values()), list(rollout.ledger_failures)
@@ -45,10 +47,16 @@ def staged_chain(rollout: FrozenRollout) -> tuple[Chain | None, list[LeftOut]]:
         for call in rollout.ledger
         if call not in on_chain
     ]
-    return _chain(rollout, receipt, row), beside
+    routes = {
+        call: routed_text((unpack_extras(rollout.staged[call]) or {}).get("routed_experts"))
+        for call in row.model_call_ids
+    }
+    return _chain(rollout, receipt, row, routes), beside
 
 
-def _chain(rollout: FrozenRollout, receipt: RolloutReceipt, row: LinearizedRow) -> Chain:
+def _chain(
+    rollout: FrozenRollout, receipt: RolloutReceipt, row: LinearizedRow, routes: Mapping[str, str | None]
+) -> Chain:
     records = {record.model_call_id: record for record in receipt.manifest}
     links = []
     for (call, carried, generated), span in zip(row.link_spans, row.weight_version_spans, strict=True):
@@ -59,7 +67,7 @@ def _chain(rollout: FrozenRollout, receipt: RolloutReceipt, row: LinearizedRow) 
                 start=span.start,
                 generation_start=span.start + carried,
                 generation_len=generated,
-                weight_version=span.weight_version,
+                engine=EngineFields(span.weight_version, None, routes[call]),
                 model="",
                 parent_resolution=ParentResolutionStatus.ROOT if is_root else ParentResolutionStatus.RESOLVED,
                 response_id=records[call].response_id,
