@@ -52,7 +52,7 @@ class PgBouncer:
     def __init__(self, cluster: PostgresCluster, database: str, *, pool_size: int = 3) -> None:
         self._cluster = cluster
         self._database = database
-        self._pool_size = pool_size
+        self.pool_size = pool_size
         self._account = unprivileged_account()
         self._stack = contextlib.ExitStack()
         self.port = free_port()
@@ -71,7 +71,7 @@ class PgBouncer:
                     server_port=self._cluster.port,
                     port=self.port,
                     home=self._home,
-                    pool_size=self._pool_size,
+                    pool_size=self.pool_size,
                 )
             )
             for file in self._home.iterdir():

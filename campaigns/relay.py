@@ -53,6 +53,7 @@ class _Strike:
 class _Connection:
     client: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     server: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    is_forgotten: bool = False
 
     def reset(self) -> None:
         for _, writer in (self.client, self.server):
@@ -66,8 +67,8 @@ class _Connection:
 class ChaosRelay:
     """Relays TCP from a port of its own, in a thread of its own, to a PostgreSQL server. A context manager.
 
-    `counts` has the number of connections, resets (of connections), cuts and black_holes. The methods may be called
-    from any thread, also from one whose event loop is running.
+    `counts` has the number of connections, resets (of connections), forgotten, cuts and black_holes. The methods may be
+    called from any thread, also from one whose event loop is running.
     """
 
     def __init__(self, target_host: str, target_port: int) -> None:
@@ -122,6 +123,20 @@ class ChaosRelay:
             return len(self._connections)
 
         return self._run(reset)
+
+    def forget_all(self) -> int:
+        """Pass nothing on any more for the connections there are; return how many there were.
+
+        Neither side is told, as by a firewall that has forgotten them. New ones pass.
+        """
+
+        def forget() -> int:
+            for connection in self._connections:
+                connection.is_forgotten = True
+            self.counts["forgotten"] += len(self._connections)
+            return len(self._connections)
+
+        return self._run(lambda: _now(forget))
 
     def cut_next(self, cut: Cut, request: Request) -> None:
         """Reset, once, the connection on which such a request is the next to come to this point."""
@@ -183,6 +198,8 @@ class ChaosRelay:
     async def _ask(self, connection: _Connection) -> None:
         (reader, _), (_, writer) = connection.client, connection.server
         while data := await reader.read(_CHUNK):
+            if connection.is_forgotten:
+                continue
             self._strike(connection, self._taken(Cut.REQUEST, data))
             await self._passable.wait()
             writer.write(data)
@@ -198,6 +215,8 @@ class ChaosRelay:
             # A type, a length that counts itself, and the rest.
             header = await reader.readexactly(5)
             body = await reader.readexactly(int.from_bytes(header[1:], "big") - 4)
+            if connection.is_forgotten:
+                continue
             afterwards = None
             if header[:1] == b"C":
                 tag = body

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,8 +13,14 @@ from campaigns.servers import PostgresCluster
 from tests.faults.methods import METHODS, Method, right_answer
 from tests.support.entries import make_entry
 from tests.support.machine import needs_program
-from tokencustody import open_store
-from tokencustody.errors import StoreUnavailableError, TokenCaptureFrozenError
+from tests.support.staged import stage
+from tokencustody import SqlStagingStore, open_store
+from tokencustody.audit import RolloutFilter, verify
+from tokencustody.audit.queries import open_queries
+from tokencustody.errors import TokenCaptureFrozenError
+from tokencustody.sql import migrate
+from tokencustody.sql.connecting import connect
+from tokencustody.sql.url import parse_url
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +37,10 @@ async def test_each_method_works_behind_a_pooler(
     bouncer: PgBouncer, method: Method, request: pytest.FixtureRequest
 ) -> None:
     run = f"run-{list(METHODS.values()).index(method)}"
-    # Two clients in turn, so that a server connection serves both.
+    # Two clients in turn, so that a server connection serves both. One has to find out that there is a pooler.
     async with (
         open_store(bouncer.url, run=run) as store,
-        open_store(bouncer.url, run=run, pool_size=1) as other,
+        open_store(bouncer.plain_url, run=run, pool_size=1) as other,
     ):
         for rollout in ("rollout-1", "rollout-2"):
             await method.prepare(other, rollout)
@@ -103,17 +110,68 @@ async def test_puts_outlive_the_pooler_they_go_through(bouncer: PgBouncer) -> No
         assert store.stats()["retries"] > 0
 
 
-async def test_a_pooler_without_the_setting_that_it_needs_is_told_by_name(bouncer: PgBouncer) -> None:
-    async def use(run: str) -> None:
-        async with open_store(bouncer.plain_url, run=run, deadline=5) as store:
-            await asyncio.gather(*(store.sink.put(make_entry(f"r-{n}", "call-1")) for n in range(10)))
-            await asyncio.gather(*(store.source.freeze(f"r-{n}") for n in range(10)))
+WRITER = """
+import asyncio, sys
+from tests.support.entries import make_entry
+from tokencustody import open_store
 
-    # Which statements meet a server connection that does not know them is the pooler's choice.
-    with pytest.raises(StoreUnavailableError, match="statement_cache_size=0"):
-        await until_it_fails(use)
+async def write(url, name):
+    async with open_store(url, run="processes", pool_size=3) as store:
+        async def one(task):
+            for number in range(15):
+                rollout, call = f"rollout-{number % 4}", f"{name}-{task}-{number}"
+                await store.sink.begin_call(rollout, call)
+                await store.sink.put(make_entry(rollout, call))
+                await store.lineage.resolve(rollout, [{"role": "assistant", "content": "y"}])
+        await asyncio.gather(*(one(task) for task in range(4)))
+
+asyncio.run(write(*sys.argv[1:]))
+"""
 
 
-async def until_it_fails(use: Callable[[str], Awaitable[None]]) -> None:
-    for number in range(10):
-        await asyncio.gather(*(use(f"plain-{number}-{n}") for n in range(3)))
+async def test_processes_that_were_not_told_of_a_pooler_find_it_out_and_never_meet_in_its_sessions(
+    bouncer: PgBouncer,
+) -> None:
+    # The driver counts its statements from 1 in each process, so that all of them have the same names for other ones.
+    writers = [
+        await asyncio.create_subprocess_exec(sys.executable, "-c", WRITER, bouncer.plain_url, f"writer-{n}")
+        for n in range(3)
+    ]
+    assert [await writer.wait() for writer in writers] == [0, 0, 0]
+    async with open_store(bouncer.plain_url, run="processes") as store:
+        snapshots = [await store.source.freeze(f"rollout-{number}") for number in range(4)]
+    assert sum(len(snapshot.entries) for snapshot in snapshots) == 3 * 4 * 15
+    assert not any(snapshot.incomplete for snapshot in snapshots)
+
+
+@pytest.mark.parametrize("asked", [None, 50])
+async def test_no_statement_stays_prepared_behind_a_pooler_whatever_the_url_says(
+    bouncer: PgBouncer, asked: int | None
+) -> None:
+    url = bouncer.plain_url + (f"?statement_cache_size={asked}" if asked else "")
+    async with open_store(url, run=f"asked-{asked}") as store:
+        await store.sink.put(make_entry())
+        await store.source.freeze("rollout-1")
+    with SqlStagingStore(url, run=f"asked-{asked}") as staging:
+        assert staging.stage(stage("call-1").snapshot).ok
+    assert migrate.check(url) == []
+    assert (await asyncio.to_thread(verify, url, RolloutFilter(run=f"asked-{asked}"), jobs=1)).ok
+    found: list[object] = []
+    asking = open_queries(parse_url(url))
+    for _ in range(2):
+        await asyncio.to_thread(asking.run, "SELECT 1", lambda _, rows: found.extend(rows))
+    assert len(found) == 2
+    seen = set()
+    for _ in range(2 * bouncer.pool_size):
+        connection = await connect(parse_url(bouncer.url), deadline=30)
+        seen.add((await connection.fetchval("SELECT count(*) FROM pg_prepared_statements"),))
+        await connection.close()
+    assert seen == {(0,)}
+
+
+async def test_a_connection_without_a_pooler_keeps_its_prepared_statements(postgres_url: str) -> None:
+    connection = await connect(parse_url(postgres_url), deadline=30)
+    assert not connection.behind_pooler
+    await connection.fetchval("SELECT 1")
+    assert await connection.fetchval("SELECT count(*) FROM pg_prepared_statements") > 0
+    await connection.close()
