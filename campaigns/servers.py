@@ -101,6 +101,17 @@ class PostgresCluster:
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(asyncio.run, run()).result()
 
+    def change(self, name: str, value: str | None) -> None:
+        """Change a setting of the running server, None for its default, and return once new sessions have it."""
+        self.fetch(f"ALTER SYSTEM RESET {name}" if value is None else f"ALTER SYSTEM SET {name} = '{value}'")
+        loaded = self.fetch("SELECT pg_conf_load_time()")
+        self.fetch("SELECT pg_reload_conf()")
+        give_up = time.monotonic() + _PATIENCE
+        while self.fetch("SELECT pg_conf_load_time()") == loaded:
+            if time.monotonic() > give_up:
+                raise ServerError(f"the server does not load {name}")
+            time.sleep(0.01)
+
     def start(self) -> None:
         """Start a server that is down, and return once it answers. Raises ServerError."""
         self._pg_ctl("start", "-l", str(self.home / "log"))
@@ -140,6 +151,9 @@ class PostgresCluster:
         give_to(self._account, password_file)
         options = ["-U", USER, "-A", "scram-sha-256", "--pwfile", str(password_file), "-E", "UTF8"]
         self._run("initdb", "-D", str(self._data), *options, "--locale", "C")
+        self._configure()
+
+    def _configure(self) -> None:
         settings = {
             "listen_addresses": "127.0.0.1",
             "port": str(self.port),
@@ -173,6 +187,34 @@ class PostgresCluster:
             raise ServerError(
                 f"{program} {arguments[-1]} failed: {_tail(output)}\n{_tail(self.home / 'log')}"
             )
+
+
+class PostgresStandby(PostgresCluster):
+    """A standby that streams from a cluster which is up, with the same user and password. A context manager."""
+
+    def __init__(self, primary: PostgresCluster) -> None:
+        super().__init__()
+        self._primary = primary
+        self.password = primary.password
+
+    def disconnect(self) -> None:
+        """Stop to receive from the primary, as behind a cut network, and return once the primary knows."""
+        self.change("primary_conninfo", "")
+        give_up = time.monotonic() + _PATIENCE
+        while self._primary.fetch("SELECT FROM pg_stat_replication"):
+            if time.monotonic() > give_up:
+                raise ServerError("the standby goes on receiving")
+            time.sleep(0.01)
+
+    def promote(self) -> None:
+        """Take the primary's place, and return once it is taken."""
+        self._pg_ctl("promote")
+
+    def _initdb(self) -> None:
+        primary = f"host=127.0.0.1 port={self._primary.port} user={USER} password={self.password}"
+        # The last argument stands in the error of a program that fails.
+        self._run("pg_basebackup", "-d", primary, "-R", "-c", "fast", "-D", str(self._data))
+        self._configure()
 
 
 def free_port() -> int:

@@ -85,11 +85,14 @@ class RoleError(RuntimeError):
 
 
 class SchemaMismatchError(RuntimeError):
-    """The database is on another revision than this library. The message names both and the command to run."""
+    """The database is not one for this library: on another revision, or in another encoding than UTF8.
+
+    The message names both and the command to run.
+    """
 
 
 class DurabilityError(RuntimeError):
-    """The database is set up so that it acknowledges commits before they are durable."""
+    """The database is set up so that it acknowledges commits before they are durable. The message says what to set."""
 
 
 class StoreClosedError(RuntimeError):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from tokencustody.errors import InvalidRecordError
+from tokencustody.sql import tcp
+from tokencustody.sql.connecting import connect
 from tokencustody.sql.url import parse_url
 
 
@@ -80,3 +84,49 @@ def test_what_is_neither_a_url_nor_a_path_is_refused_without_its_password(url: s
 def test_a_path_with_a_nul_is_refused() -> None:
     with pytest.raises(InvalidRecordError, match="no NUL"):
         parse_url("captures\0.db")
+
+
+async def test_what_a_url_asks_of_its_sockets_is_set_on_them(postgres_url: str) -> None:
+    asked = "keepalives_idle=41&keepalives_interval=7&keepalives_count=5&tcp_user_timeout=9000"
+    assert await socket_options(f"{postgres_url}?{asked}") == [1, 41, 7, 5, 9000]
+
+
+async def test_a_socket_is_watched_also_where_the_url_says_nothing(postgres_url: str) -> None:
+    assert await socket_options(postgres_url, deadline=12) == [1, 30, 10, 3, 4000]
+    assert await socket_options(postgres_url, deadline=600) == [1, 30, 10, 3, 10_000]
+
+
+async def test_a_url_turns_off_what_watches_its_sockets(postgres_url: str) -> None:
+    keepalives, *_, timeout = await socket_options(f"{postgres_url}?keepalives=0&tcp_user_timeout=0")
+    assert (keepalives, timeout) == (0, 0)
+    # 0 is the system's own.
+    _, *_, timeout = await socket_options(f"{postgres_url}?keepalives_idle=0&tcp_user_timeout=1500")
+    assert timeout == 1500
+
+
+async def socket_options(url: str, deadline: float = 30) -> list[int]:
+    connection = await connect(parse_url(url), deadline)
+    try:
+        watched = connection._transport.get_extra_info("socket")
+        return [
+            watched.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            watched.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+            watched.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+            watched.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+            watched.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+        ]
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize("name", tcp.PARAMETERS)
+def test_a_socket_option_that_is_no_number_or_not_to_be_had_is_refused_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("soon", "-1", "", "1.5", "2147483648", "\u0661"):
+        with pytest.raises(InvalidRecordError, match=f"^{name} must be a whole number"):
+            parse_url(f"postgresql://h/x?{name}={value}")
+    if name != "keepalives":
+        monkeypatch.setitem(tcp._NAMES, name, "TCP_OF_ANOTHER_SYSTEM")
+        with pytest.raises(InvalidRecordError, match=f"no {name}; leave it out"):
+            parse_url(f"postgresql://h/x?{name}=5")

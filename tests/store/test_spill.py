@@ -9,6 +9,7 @@ import logging
 import os
 import pwd
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -20,17 +21,25 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import asyncpg
 import pytest
 from typer.testing import CliRunner
 
 from campaigns.relay import ChaosRelay
-from tests.store.rows import rows_of
+from tests.store.rows import rows_of, run_sql
 from tests.store.test_transactions import Points, connection_lost
 from tests.support.entries import make_entry
 from tests.support.machine import needs_mounts, needs_root
 from tokencustody import CaptureStore, open_store
 from tokencustody.cli import app
-from tokencustody.errors import InvalidRecordError, StoreUnavailableError, TokenCaptureRetiredError
+from tokencustody.errors import (
+    CorruptEntryError,
+    DurabilityError,
+    InvalidRecordError,
+    SchemaMismatchError,
+    StoreUnavailableError,
+    TokenCaptureRetiredError,
+)
 from tokencustody.sql import migrate, tables
 from tokencustody.sql.url import parse_url
 from tokencustody.store import replaying
@@ -280,6 +289,45 @@ async def test_a_mark_that_a_fence_refuses_is_counted_once_and_not_kept(
             await store.sink.mark_incomplete("rollout-1")
         assert store.stats()["late_writes_refused"] == before + 1
     assert files_in(spill_folder) == []
+
+
+CAUSES: dict[str, BaseException] = {
+    "of SQLite": sqlite3.OperationalError("unknown"),
+    "of PostgreSQL": asyncpg.UntranslatableCharacterError("no such character"),
+    "damage": CorruptEntryError("a table is missing"),
+    "another revision": SchemaMismatchError("upgrade tokencustody"),
+    "not durable": DurabilityError("fsync is off"),
+    "a time-out": TimeoutError(),
+    "memory": MemoryError(),
+    "a bug": RuntimeError("a bug"),
+}
+
+
+@pytest.mark.usefixtures("nothing_in_background")
+@pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
+async def test_a_mark_that_cannot_be_stored_is_kept_whatever_the_reason(
+    store_url: str, spill: Spill, faults: Points, cause: BaseException
+) -> None:
+    async def fail() -> None:
+        raise cause
+
+    async with open_store(store_url, run=RUN, deadline=2) as store:
+        await store.sink.put(make_entry())
+        faults["before commit"] = fail
+        await store.sink.mark_incomplete("rollout-1", "call-2")
+        assert len(spill.waiting()) == 1
+        faults.clear()
+        assert (await store.source.freeze("rollout-1")).incomplete
+
+
+async def test_a_mark_is_kept_where_the_tables_are_gone(store_url: str, spill: Spill) -> None:
+    async with open_store(store_url, run=RUN) as store:
+        await store.sink.put(make_entry())
+        await run_sql(store_url, "ALTER TABLE failures RENAME TO elsewhere")
+        await store.sink.mark_incomplete("rollout-1", "call-2")
+        assert len(spill.waiting()) == 1
+        await run_sql(store_url, "ALTER TABLE elsewhere RENAME TO failures")
+        assert (await store.source.freeze("rollout-1")).incomplete
 
 
 async def test_a_mark_that_was_stored_although_its_answer_was_lost_makes_one_version(

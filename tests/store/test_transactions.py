@@ -32,9 +32,10 @@ from tokencustody.errors import (
 )
 from tokencustody.sql import faults as faults_module
 from tokencustody.sql import tables
-from tokencustody.sql.faults import SQLITE_CODES, SQLSTATES, Failure, Fault, classify
+from tokencustody.sql.faults import SQLITE_CODES, SQLSTATES, Cause, Failure, Fault, classify, meaning
 from tokencustody.sql.registry import open_engines
 from tokencustody.sql.url import parse_url
+from tokencustody.store.replaying import Replayer
 
 Points = dict[str, Callable[[], Awaitable[None]]]
 Operation = Callable[[CaptureStore], Awaitable[object]]
@@ -270,29 +271,167 @@ async def test_a_sqlite_path_that_cannot_be_opened_is_unavailable_at_once(tmp_pa
             await store.source.freeze("rollout-1")
 
 
-@pytest.mark.parametrize(("sqlstate", "failure"), SQLSTATES.items())
-def test_each_sqlstate_of_the_table_means_what_the_table_says(sqlstate: str, failure: Failure) -> None:
-    full = (sqlstate + "000")[:5]
-    assert classify(DBAPIError("SELECT", {}, DriverError(sqlstate=full))) is failure
-    assert classify(DriverError(sqlstate=full)) is failure
+def postgresql_states() -> dict[str, str]:
+    """Return every SQLSTATE that PostgreSQL's driver knows, with the name of its error."""
+    known = (getattr(asyncpg.exceptions, name) for name in dir(asyncpg.exceptions))
+    return {
+        error.sqlstate: error.__name__ for error in known if isinstance(getattr(error, "sqlstate", None), str)
+    }
 
 
-@pytest.mark.parametrize(("code", "failure"), SQLITE_CODES.items())
-def test_each_sqlite_code_of_the_table_and_its_extensions_mean_what_the_table_says(
-    code: int, failure: Failure
-) -> None:
-    for extended in (code, code | 1 << 8, code | 2 << 8):
-        assert classify(OperationalError("SELECT", {}, DriverError(sqlite_errorcode=extended))) is failure
+def sqlite_codes() -> dict[int, str]:
+    """Return every result code of SQLite, primary and extended, that the driver names, without those of success."""
+    primary = {name: code for name, code in vars(sqlite3).items() if name in SQLITE_PRIMARY}
+    extended = {
+        name: code
+        for name, code in vars(sqlite3).items()
+        if name.startswith(tuple(f"{prefix}_" for prefix in SQLITE_PRIMARY)) and code > 255
+    }
+    return {code: name for name, code in (primary | extended).items()}
+
+
+# The primary codes are 1 to 28, but names of other things have these numbers too.
+_NAMES = """
+ERROR INTERNAL PERM ABORT BUSY LOCKED NOMEM READONLY INTERRUPT IOERR CORRUPT NOTFOUND FULL CANTOPEN PROTOCOL
+EMPTY SCHEMA TOOBIG CONSTRAINT MISMATCH MISUSE NOLFS AUTH FORMAT RANGE NOTADB NOTICE WARNING
+"""
+SQLITE_PRIMARY = [f"SQLITE_{name}" for name in _NAMES.split()]
+# Whatever is not called damage here is never answered with the advice to restore a backup.
+STATES_OF_DAMAGE = {"23", "40002", "42703", "42804", "42883", "42P01", "XX001", "XX002"}
+CODES_OF_DAMAGE = {
+    "SQLITE_ERROR",
+    "SQLITE_ERROR_MISSING_COLLSEQ",
+    "SQLITE_CORRUPT",
+    "SQLITE_CONSTRAINT",
+    "SQLITE_MISMATCH",
+    "SQLITE_IOERR_DATA",
+    "SQLITE_IOERR_CORRUPTFS",
+}
+# What another session, the server or a race did to a transaction that can be run again.
+PASSING_STATES = {
+    *("40000", "40001", "40003", "40P01", "55006", "55P03", "72000"),
+    *("08000", "08001", "08003", "08004", "08006", "08007", "08P01"),
+    *("25006", "25P03", "25P04", "53300", "57P01", "57P02", "57P03", "57P05"),
+}
+PASSING_CODES = {
+    "ABORT",
+    "BUSY",
+    "LOCKED",
+    "INTERRUPT",
+    "PROTOCOL",
+    "SCHEMA",
+    "ERROR_RETRY",
+    "ERROR_SNAPSHOT",
+}
+
+
+@pytest.mark.parametrize("sqlstate", postgresql_states())
+def test_each_state_of_postgresql_is_decided(sqlstate: str) -> None:
+    driver = DriverError(sqlstate=sqlstate)
+    wrapped = DBAPIError("SELECT", {}, driver)
+    failure = meaning(driver)
+    assert failure is not None
+    assert sqlstate[:2] in SQLSTATES
+    assert (failure.fault in (Fault.RETRY, Fault.LOST)) == (sqlstate in PASSING_STATES)
+    assert (failure.cause is not None) == (sqlstate in PASSING_STATES)
+    assert (failure.fault is Fault.DAMAGE) == (not {sqlstate, sqlstate[:2]}.isdisjoint(STATES_OF_DAMAGE))
+    for error in (driver, wrapped):
+        decided_here = failure.fault in (Fault.DAMAGE, Fault.OURS)
+        assert classify(error) == (None if decided_here else failure)
+        damaged = faults_module.damage(parse_url("postgresql://h/d"), error)
+        assert (damaged is not None) == (failure.fault is Fault.DAMAGE)
+
+
+def test_a_state_that_no_postgresql_has_is_a_refusal() -> None:
+    assert classify(DriverError(sqlstate="CR000")) == Failure(Fault.UNAVAILABLE)
+
+
+def test_a_plan_that_is_out_of_date_is_made_anew() -> None:
+    outdated = asyncpg.InvalidCachedStatementError("cached plan must not change result type")
+    assert classify(outdated) == Failure(Fault.RETRY, Cause.INTERRUPTED)
+    assert classify(asyncpg.FeatureNotSupportedError("no")) == Failure(Fault.UNAVAILABLE)
+
+
+@pytest.mark.parametrize(("code", "name"), sqlite_codes().items())
+def test_each_code_of_sqlite_is_decided(code: int, name: str) -> None:
+    driver = DriverError(sqlite_errorcode=code)
+    wrapped = OperationalError("SELECT", {}, driver)
+    failure = meaning(driver)
+    assert code & 0xFF in SQLITE_CODES
+    assert failure == SQLITE_CODES.get(code, SQLITE_CODES[code & 0xFF])
+    passing = any(name.removeprefix("SQLITE_").startswith(each) for each in PASSING_CODES)
+    assert (failure.fault is Fault.RETRY) == passing
+    is_damage = name in CODES_OF_DAMAGE or (
+        name.startswith(("SQLITE_CORRUPT_", "SQLITE_CONSTRAINT_")) and name != "SQLITE_CONSTRAINT_TRIGGER"
+    )
+    assert (failure.fault is Fault.DAMAGE) == is_damage
+    for error in (driver, wrapped):
+        assert classify(error) == (None if failure.fault in (Fault.DAMAGE, Fault.OURS) else failure)
+        assert (faults_module.damage(parse_url("x.db"), error) is not None) == is_damage
 
 
 def test_what_this_user_may_not_open_is_not_asked_for_again() -> None:
     assert classify(PermissionError(13, "Permission denied")) == Failure(Fault.UNAVAILABLE)
 
 
-@pytest.mark.parametrize("sqlstate", ["23505", "23503", "42P01", "22021", "XX000"])
-def test_an_error_that_repeating_cannot_help_is_no_fault(sqlstate: str) -> None:
-    assert classify(DBAPIError("SELECT", {}, DriverError(sqlstate=sqlstate))) is None
+def test_an_error_that_no_driver_made_is_no_fault() -> None:
     assert classify(KeyError("x")) is None
+
+
+@pytest.mark.parametrize("sqlstate", ["22021", "22P05"])
+def test_a_character_that_the_database_cannot_hold_is_answered_with_the_encoding_to_choose(
+    sqlstate: str,
+) -> None:
+    said = str(faults_module.unavailable(parse_url("postgresql://h/d"), DriverError(sqlstate=sqlstate)))
+    assert "give tokencustody a database whose encoding is UTF8" in said
+
+
+LOCKS_OF_THE_INDEX = """
+import fcntl, sys
+file = open(sys.argv[1], "r+b")
+# The read marks of the log's index, which a network file system's broken locks would leave taken as well.
+fcntl.lockf(file, fcntl.LOCK_EX, 5, 123)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_a_locking_protocol_that_stays_broken_is_tried_until_the_deadline_and_named(
+    sqlite_url: str, faults: Points
+) -> None:
+    def broken() -> BaseException:
+        return OperationalError("COMMIT", {}, DriverError(sqlite_errorcode=sqlite3.SQLITE_PROTOCOL))
+
+    async with open_store(sqlite_url) as store:
+        faults["before commit"] = failing(3, broken)
+        await store.sink.put(make_entry())
+        assert store.stats()["retries_lock"] == 3
+    async with open_store(sqlite_url, deadline=0.5) as store:
+        await store.lineage.has_rows("rollout-1")
+        faults["before commit"] = failing(10_000, broken)
+        with pytest.raises(StoreUnavailableError, match="keep the file on a local file system"):
+            await store.sink.put(make_entry(model_call_id="call-2"))
+
+
+async def test_a_mark_is_kept_while_the_locks_of_the_log_stay_taken(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replayer, "start", lambda self: None)
+    async with open_store(sqlite_url) as store:
+        await store.sink.put(make_entry())
+        command = [sys.executable, "-c", LOCKS_OF_THE_INDEX, f"{parse_url(sqlite_url).dsn}-shm"]
+        locking = await asyncio.create_subprocess_exec(
+            *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert locking.stdout is not None
+        assert await locking.stdout.readline() == b"locked\n"
+        # SQLite itself is patient for ten seconds with these locks, once.
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(store.sink._database, "end_of_patience", lambda: loop.time() + 0.1)
+        await store.sink.mark_incomplete("rollout-1", "call-2")
+        await locking.communicate(b"")
+        assert store.stats()["spilled_marks"] == 1
+        assert (await store.source.freeze("rollout-1")).incomplete
 
 
 def test_the_statement_and_its_parameters_stay_out_of_the_error() -> None:

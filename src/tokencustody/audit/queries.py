@@ -15,9 +15,9 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from tokencustody.audit import functions, splitting
 from tokencustody.sql import migrate
+from tokencustody.sql.connecting import connect
 from tokencustody.sql.engine import DEFAULT_DEADLINE
 from tokencustody.sql.faults import classify, unavailable
-from tokencustody.sql.postgresql import connect
 from tokencustody.sql.url import DatabaseUrl
 
 Rows = Iterator[Sequence[Any]]

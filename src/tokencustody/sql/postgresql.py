@@ -8,8 +8,11 @@ a lock that was waited for.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
@@ -18,15 +21,17 @@ from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DBAPIError, DisconnectionError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
+from sqlalchemy.util import await_only
 
 from tokencustody.errors import DurabilityError
+from tokencustody.sql.connecting import DURABLE_COMMIT, Driver, connect, not_durable
 from tokencustody.sql.engine import DEFAULT_DEADLINE, LOGGING_NAME, Attempt, EngineKey, Engines, Result, Work
 from tokencustody.sql.faults import Fault, classify, reach
-from tokencustody.sql.tls import check_files
 from tokencustody.sql.url import DatabaseUrl
 
-# In seconds. A server that answers has ended the transaction by then.
-_LONGEST_FAREWELL = 0.5
+# Seconds after which a server that was found to sync its commits is asked again.
+_ASK_AGAIN = 5.0
+_PREPARED_STATEMENTS = 100
 
 # The same for a server, its standbys and every pooler before them.
 _IDENTITY = text(
@@ -42,42 +47,59 @@ class PostgresqlEngines(Engines):
 
     def __init__(self, key: EngineKey) -> None:
         super().__init__()
+        self._url = key.url
+        self._connecting = _Connecting(lambda: connect(key.url, key.deadline, command_timeout=key.deadline))
         self._pool = _engine(
-            key.url,
-            key.deadline,
-            command_timeout=key.deadline,
-            pool_size=key.pool_size,
-            max_overflow=0,
-            pool_timeout=key.deadline,
+            key.url, self._connecting, pool_size=key.pool_size, max_overflow=0, pool_timeout=key.deadline
         )
+        # By the monotonic clock: when a connection that lay idle was found dead, and when fsync was found to be on.
+        self._fell_silent = -math.inf
+        self._synced_at = -math.inf
+
+        @event.listens_for(self._pool.sync_engine, "checkout")
+        def take_another_if_closed(connection: Any, _record: object, _proxy: object) -> None:
+            # Nothing was sent through it since, so nothing failed. What lay idle while another went dead, is dead too.
+            driver: Driver = connection.driver_connection
+            if driver.rested_since is not None and driver.rested_since <= self._fell_silent:
+                driver.terminate()
+            if driver.is_closed():
+                raise DisconnectionError
+
+        @event.listens_for(self._pool.sync_engine, "checkin")
+        def rest(connection: Any, _record: object) -> None:
+            if connection is not None:
+                connection.driver_connection.rested_since = time.monotonic()
 
     async def read(self, work: Work[Result]) -> Result:
         # One snapshot is all that a reader needs, and predicate locks of readers would abort writers.
-        async with self._pool.connect() as connection:
-            await _set(connection, "REPEATABLE READ", read_only=True)
-            async with connection.begin():
-                return await connection.run_sync(work)
+        async with self._connection("REPEATABLE READ", read_only=True) as (connection, _), connection.begin():
+            return await connection.run_sync(work)
 
     async def write(self, attempt: Attempt[Connection, Result]) -> Result:
-        async with self._pool.connect() as connection:
-            await _set(connection, "READ COMMITTED")
+        async with self._connection("READ COMMITTED") as (connection, driver):
+            await self._ask_for_fsync(driver)
             async with connection.begin():
                 result = await connection.run_sync(attempt)
                 await reach("before commit")
                 attempt.committing = True
+            driver.check_replicated()
             return result
 
     async def write_statement(self, attempt: Attempt[None, Statement]) -> Sequence[Any]:
-        """Run one statement of the driver, a transaction by itself, in one round trip; return its rows."""
-        async with self._pool.connect() as connection:
-            await _set(connection, "AUTOCOMMIT")
-            driver: Any = (await connection.get_raw_connection()).driver_connection
+        """Run one statement of the driver, a transaction by itself, in one round trip; return its rows.
+
+        It evaluates `DURABLE_COMMIT`.
+        """
+        async with self._connection("AUTOCOMMIT") as (connection, driver):
+            await self._ask_for_fsync(driver)
             sql, parameters = attempt(None)
             await reach("before commit")
             attempt.committing = True
             try:
                 # Not through SQLAlchemy, which takes longer for it than the driver takes for everything.
-                rows: Sequence[Any] = await driver.fetch(sql, *parameters)
+                rows: Sequence[Any] = await driver.fetch(sql, *parameters, timeout=driver.patience())
+                driver.rested_since = None
+                driver.check_replicated()
                 return rows
             except BaseException as exc:
                 if isinstance(exc, asyncpg.PostgresError):
@@ -87,6 +109,31 @@ class PostgresqlEngines(Engines):
                 if isinstance(exc, asyncpg.InterfaceError | asyncpg.InternalClientError):
                     raise ConnectionResetError(f"the connection was closed: {exc}") from exc
                 raise
+
+    @asynccontextmanager
+    async def _connection(
+        self, isolation: str, *, read_only: bool = False
+    ) -> AsyncIterator[tuple[AsyncConnection, Driver]]:
+        async with self._pool.connect() as connection:
+            await connection.execution_options(isolation_level=isolation, postgresql_readonly=read_only)
+            driver: Any = (await connection.get_raw_connection()).driver_connection
+            try:
+                yield connection, driver
+            except TimeoutError:
+                if driver.rested_since is not None:
+                    self._fell_silent = time.monotonic()
+                    driver.terminate()
+                raise
+
+    async def _ask_for_fsync(self, driver: Driver) -> None:
+        """Raise DurabilityError if the server has been told to sync no more. Asks now and then."""
+        if time.monotonic() < self._synced_at + _ASK_AGAIN:
+            return
+        fsync = await driver.fetchval("SHOW fsync", timeout=driver.patience())
+        driver.rested_since = None
+        if fsync == "off":
+            raise DurabilityError(not_durable(self._url, "fsync"))
+        self._synced_at = time.monotonic()
 
     async def identify(self) -> str | None:
         try:
@@ -103,65 +150,88 @@ class PostgresqlEngines(Engines):
         return checked_out
 
     async def close_connections(self) -> None:
+        await self._connecting.close()
         await self._pool.dispose()
 
 
-async def _set(connection: AsyncConnection, isolation: str, *, read_only: bool = False) -> None:
-    await connection.execution_options(isolation_level=isolation, postgresql_readonly=read_only)
+class _Connecting:
+    """Makes connections, each in a task of its own: when its caller is cancelled, the next one takes what it makes.
+
+    Else callers with less patience than a connection takes would never have one.
+    """
+
+    def __init__(self, make: Callable[[], Awaitable[Driver]]) -> None:
+        self._make = make
+        self._left: list[asyncio.Task[Driver]] = []
+
+    async def __call__(self) -> Driver:
+        while True:
+            making = self._left.pop() if self._left else asyncio.create_task(self._made())
+            was_left = making.done()
+            try:
+                driver = await asyncio.shield(making)
+            except asyncio.CancelledError:
+                if not making.cancelled():
+                    self._left.append(making)
+                    making.add_done_callback(_forget_error)
+                raise
+            except Exception:
+                if was_left:
+                    continue  # it failed while nobody waited
+                raise
+            if not was_left:
+                return driver
+            if not driver.is_closed():
+                driver.rested_since = time.monotonic()
+                return driver
+
+    async def _made(self) -> Driver:
+        return await self._make()
+
+    async def close(self) -> None:
+        """Give up what is being made for nobody."""
+        left, self._left = self._left, []
+        for making in left:
+            making.cancel()
+        for made in await asyncio.gather(*left, return_exceptions=True):
+            if isinstance(made, Driver):
+                await made.close(timeout=1)
+
+
+def _forget_error(task: asyncio.Task[Driver]) -> None:
+    # Else it would be logged, though the next caller finds out by himself.
+    if not task.cancelled():
+        task.exception()
 
 
 def migration_engine(url: DatabaseUrl) -> AsyncEngine:
     """Return an engine without a pool for the migrations of a PostgreSQL database."""
     # A migration may wait for another one, and may take its time with a large table.
-    return _engine(url, DEFAULT_DEADLINE, command_timeout=None, poolclass=NullPool)
+    return _engine(url, lambda: connect(url, DEFAULT_DEADLINE), poolclass=NullPool)
 
 
-async def connect(url: DatabaseUrl, deadline: float, *, command_timeout: float | None = None) -> Any:
-    """Return a connection of the driver; close it. `deadline`, in seconds, is for connecting alone."""
-    connecting: Callable[..., Any] = asyncpg.connect
-    cache = {} if url.statement_cache_size is None else {"statement_cache_size": url.statement_cache_size}
-    check_files(url)
-    connection = await connecting(
-        url.dsn,
-        connection_class=_Driver,
-        timeout=min(deadline, url.connect_timeout or deadline),
-        command_timeout=command_timeout,
-        server_settings={"application_name": "tokencustody"} if "application_name=" not in url.dsn else None,
-        **cache,
-    )
-    try:
-        await _prepare(connection, url, deadline)
-    except BaseException:
-        connection.terminate()
-        raise
-    return connection
-
-
-def _engine(
-    url: DatabaseUrl, deadline: float, *, command_timeout: float | None, **options: Any
-) -> AsyncEngine:
-    prepared = (
-        {}
-        if url.statement_cache_size is None
-        else {"prepared_statement_cache_size": url.statement_cache_size}
-    )
-
-    async def connect_to_dsn() -> Any:
-        return await connect(url, deadline, command_timeout=command_timeout)
-
+def _engine(url: DatabaseUrl, make: Callable[[], Awaitable[Driver]], **options: Any) -> AsyncEngine:
     engine = create_async_engine(
-        "postgresql+asyncpg://",
-        connect_args={"async_creator_fn": connect_to_dsn, **prepared},
-        hide_parameters=True,
-        logging_name=LOGGING_NAME,
-        **options,
+        "postgresql+asyncpg://", hide_parameters=True, logging_name=LOGGING_NAME, **options
     )
 
-    @event.listens_for(engine.sync_engine, "checkout")
-    def take_another_if_closed(connection: Any, _record: object, _proxy: object) -> None:
-        # The server ended the session while the connection was idle: nothing was sent, so nothing failed.
-        if connection.driver_connection.is_closed():
-            raise DisconnectionError
+    @event.listens_for(engine.sync_engine, "do_connect")
+    def connect_as_the_server_is(dialect: Any, _record: object, _args: object, _options: object) -> Any:
+        driver = await_only(make())
+
+        async def made() -> Driver:
+            return driver
+
+        asked = _PREPARED_STATEMENTS if url.statement_cache_size is None else url.statement_cache_size
+        return dialect.loaded_dbapi.connect(
+            async_creator_fn=made, prepared_statement_cache_size=0 if driver.behind_pooler else asked
+        )
+
+    @event.listens_for(engine.sync_engine, "commit")
+    def commit_durably(connection: Connection) -> None:
+        driver: Any = connection.connection.driver_connection
+        if driver.behind_pooler and not connection.get_execution_options().get("postgresql_readonly"):
+            await_only(driver.execute(f"SELECT {DURABLE_COMMIT}"))
 
     @event.listens_for(engine.sync_engine, "handle_error")
     def forget_row(context: ExceptionContext) -> None:
@@ -170,35 +240,3 @@ def _engine(
                 exc.detail = None  # it quotes the row, token ids included
 
     return engine
-
-
-class _Driver(asyncpg.Connection):
-    """Waits only briefly for the farewell of a server, which may not be there any more."""
-
-    async def close(self, *, timeout: float | None = None) -> None:
-        # SQLAlchemy sets a time, of two seconds, only for a connection that it gives up.
-        await super().close(timeout=timeout and _LONGEST_FAREWELL)
-
-
-async def _prepare(connection: Any, url: DatabaseUrl, deadline: float) -> None:
-    """Check that commits are durable, and let the server end a transaction whose client fell silent.
-
-    Such a client, stopped or behind a cut network, would hold its rollout's fence until TCP gives up, after hours.
-    """
-    # For each connection, because a role or database may have been altered since the last.
-    settings = await connection.fetch(
-        "SELECT name, setting FROM pg_settings"
-        " WHERE name IN ('synchronous_commit', 'fsync', 'idle_in_transaction_session_timeout')"
-    )
-    for name, setting in settings:
-        if setting == "off":
-            raise DurabilityError(
-                f"{url.display} has {name}=off, so a crash loses acknowledged calls; set it to on"
-            )
-        # A pooler in transaction mode would hand the setting to others.
-        if (
-            name == "idle_in_transaction_session_timeout"
-            and setting == "0"
-            and url.statement_cache_size is None
-        ):
-            await connection.execute(f"SET {name} = {max(1, math.ceil(1000 * deadline))}")

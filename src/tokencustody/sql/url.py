@@ -10,6 +10,11 @@ TLS parameters are `sslmode`, `sslrootcert`, `sslcert`, `sslkey`, `sslpassword`,
 Without sslmode it is `prefer`, which takes a plain connection from whoever offers no TLS and proves nothing; `require`
 encrypts, `verify-ca` also checks the server's certificate and `verify-full` its name. `sslrootcert=system` is not known
 to asyncpg: name the file of the system's authorities.
+
+`keepalives`, `keepalives_idle`, `keepalives_interval`, `keepalives_count` and `tcp_user_timeout` are libpq's, with its
+units; without them a connection that is idle is probed after 30 s, then every 10 s, and given up after 3 probes, and
+what is not acknowledged within a third of the deadline, 10 s at most, is given up too. `statement_cache_size=0` says
+that the server is a pooler in transaction mode, which is found out anyway.
 """
 
 from __future__ import annotations
@@ -23,17 +28,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from tokencustody.errors import InvalidRecordError
-
-# Settings of a TCP socket and of a client's patience; they have no place in asyncpg and change no meaning.
-_IGNORED_BY_ASYNCPG = {
-    "keepalives",
-    "keepalives_idle",
-    "keepalives_interval",
-    "keepalives_count",
-    "tcp_user_timeout",
-    "connect_timeout",
-}
-
+from tokencustody.sql.tcp import PARAMETERS, TcpOptions
 
 _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 # A URL of a server that lost a part of its beginning, with a user and a password in it, or libpq's other form.
@@ -48,7 +43,7 @@ class DatabaseUrl:
     """A parsed database URL. Its repr and `display` never contain the password.
 
     `dsn` is what the driver connects to: a libpq-style URL, or the absolute path of a SQLite file.
-    `statement_cache_size` is 0 behind a pooler in transaction mode.
+    `statement_cache_size` is 0 where the URL says that it leads to a pooler in transaction mode.
     """
 
     dialect: str
@@ -56,6 +51,7 @@ class DatabaseUrl:
     display: str
     connect_timeout: float | None = None
     statement_cache_size: int | None = None
+    tcp: TcpOptions = field(default_factory=TcpOptions)
 
     @property
     def is_sqlite(self) -> bool:
@@ -119,16 +115,16 @@ def _postgresql(url: str) -> DatabaseUrl:
             "/ ? # @ in a password as %2F %3F %23 %40"
         )
     parts, query, port, connect_timeout, statement_cache_size = read
+    tcp = TcpOptions.of({name: query.pop(name) for name in PARAMETERS if name in query})
     if query.get("sslmode", "prefer") not in _SSL_MODES:
         raise InvalidRecordError(f"sslmode must be one of {', '.join(_SSL_MODES)}")
     if query.get("sslrootcert") == "system":
         raise InvalidRecordError(
             "sslrootcert=system is not supported; name a file of certificate authorities"
         )
-    kept = {name: value for name, value in query.items() if name not in _IGNORED_BY_ASYNCPG}
     userinfo, _, hostport = parts.netloc.rpartition("@")
     dsn = f"postgresql://{parts.netloc}{parts.path}" + (
-        f"?{urlencode(kept, quote_via=quote)}" if kept else ""
+        f"?{urlencode(query, quote_via=quote)}" if query else ""
     )
     host = (
         query.get("host")
@@ -155,6 +151,7 @@ def _postgresql(url: str) -> DatabaseUrl:
         display + (f"?{location}" if location else ""),
         connect_timeout,
         statement_cache_size,
+        tcp,
     )
 
 
@@ -173,7 +170,7 @@ def _read_postgresql(url: str) -> tuple[SplitResult, dict[str, str], int | None,
     for each in query.get("port", "").split(","):
         if each and not 0 <= int(each) <= 65_535:
             raise ValueError
-    connect_timeout = float(query["connect_timeout"]) if "connect_timeout" in query else None
+    connect_timeout = float(query.pop("connect_timeout")) if "connect_timeout" in query else None
     cache = query.pop("statement_cache_size", query.pop("prepared_statement_cache_size", None))
     statement_cache_size = None if cache is None else int(cache)
     if not 0 <= (connect_timeout or 0) < math.inf or (statement_cache_size or 0) < 0:

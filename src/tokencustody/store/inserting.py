@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Table, select
 
+from tokencustody.sql.connecting import DURABLE_COMMIT
 from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_number
 from tokencustody.sql.multirow import (
     ValueAdapter,
@@ -147,7 +148,8 @@ class CallInsert:
             f" INSERT INTO {self._table.name} ({', '.join(self._columns)})"
             f" SELECT {', '.join(self._columns)} FROM asked"
             f" {f'JOIN writable USING (run, rollout_id) WHERE {self._condition}' if self._fenced else ''}"
-            f" ORDER BY {key} ON CONFLICT DO NOTHING RETURNING {key}) SELECT * FROM stored"
+            f" ORDER BY {key} ON CONFLICT DO NOTHING RETURNING {key}),"
+            f" durable AS MATERIALIZED (SELECT {DURABLE_COMMIT}) SELECT stored.* FROM durable CROSS JOIN stored"
         )
 
     @property

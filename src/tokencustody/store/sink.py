@@ -8,10 +8,16 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
-from tokencustody.errors import AccessDeniedError, PayloadConflictError, StoreUnavailableError
+from tokencustody.errors import (
+    AccessDeniedError,
+    PayloadConflictError,
+    StoreUnavailableError,
+    TokenCaptureRetiredError,
+)
 from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import PackedEntry, pack_entry, validated
 from tokencustody.sql.dialects import insert_if_absent
+from tokencustody.sql.faults import is_ours
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, intents
 from tokencustody.sql.transactions import Doors
 from tokencustody.store.base import SqlStore, now
@@ -163,13 +169,14 @@ class SqlTokenSink(SqlStore):
         Works on a frozen rollout too, where it changes the version and so invalidates a drop of the old one. Raises
         TokenCaptureRetiredError for a retired rollout.
 
-        While the database cannot be reached, the mark is kept on this host and this returns all the same, with a
-        warning in the log: the mark survives a power cut, and is brought into the database by this store, by the next
-        one on this host that uses the database, and in any case before their next freeze, drop, retire or delete of
-        the rollout. A mark that waited until its rollout was retired is discarded, with a warning. One that waited
-        while another host deleted the rollout marks it anew: a sample too few is better than one that lacks a call.
-        Raises StoreUnavailableError when the mark cannot be kept on this host either, or with `spill=None`, and
-        AccessDeniedError, with nothing kept, where the database's user may not mark it.
+        When the database cannot be reached, or cannot store the mark for whatever reason, the mark is kept on this host
+        and this returns all the same, with a warning in the log: the mark survives a power cut, and is brought into
+        the database by this store, by the next one on this host that uses the database, and in any case before their
+        next freeze, drop, retire or delete of the rollout. A mark that waited until its rollout was retired is
+        discarded, with a warning. One that waited while another host deleted the rollout marks it anew: a sample too
+        few is better than one that lacks a call.
+        Raises StoreUnavailableError when the mark cannot be kept on this host either, the error of the database with
+        `spill=None`, and AccessDeniedError, with nothing kept, where the database's user may not mark it.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         if not isinstance(model_call_id, str) or model_call_id:
@@ -178,24 +185,27 @@ class SqlTokenSink(SqlStore):
         with self._database.doors() as doors:
             try:
                 await self._write_after_marks_through(doors, key, mark.store_txn)
-            except AccessDeniedError:
-                raise  # nothing that this user replays later would be let in
-            except StoreUnavailableError as exc:
+            except (AccessDeniedError, TokenCaptureRetiredError):
+                raise  # nothing that is replayed later would be let in
+            except Exception as exc:
+                # Whatever went wrong: a call that was lost is known only here.
                 await self._keep(doors, mark, exc)
 
-    async def _keep(self, doors: Doors, mark: Mark, unavailable: StoreUnavailableError) -> None:
+    async def _keep(self, doors: Doors, mark: Mark, cause: Exception) -> None:
         if self._replayer is None:
-            raise unavailable
+            raise cause
+        # What a driver says besides may quote its statement.
+        said = str(cause) if is_ours(cause) else type(cause).__name__
         try:
             path = await asyncio.to_thread(self._replayer.spill.keep, mark)
         except OSError as exc:
-            LOGGER.error("%s is lost: %s; and it cannot be kept on this host: %s", mark, unavailable, exc)
+            LOGGER.error("%s is lost: %s; and it cannot be kept on this host: %s", mark, said, exc)
             raise StoreUnavailableError(
-                f"{unavailable}; and {mark} cannot be kept on this host: {exc}; mend that, or name another folder "
+                f"{said}; and {mark} cannot be kept on this host: {exc}; mend that, or name another folder "
                 "with the option spill, and mark the rollout again"
-            ) from unavailable
+            ) from cause
         doors.count("spilled_marks")
-        LOGGER.warning("%s waits on this host, in %s: %s", mark, path, unavailable)
+        LOGGER.warning("%s waits on this host, in %s: %s", mark, path, said)
         self._replayer.start()
 
 
