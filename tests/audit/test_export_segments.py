@@ -140,13 +140,11 @@ def check_answers(forest: Forests, out: dict[str, str]) -> None:
             assert answers & continued <= same, (forest.seed, name)
             assert same & continued, (forest.seed, name)
         elif out[name] == "superseded_retry" and name in continued:
+            # Another call of the same tokens stands for it.
             twins = [
-                other
-                for other in forest.prompts
-                if forest.sequence_of(other) == forest.sequence_of(name)
-                and out.get(other) in (None, "no_generated_tokens")
+                other for other in forest.prompts if forest.sequence_of(other) == forest.sequence_of(name)
             ]
-            assert len(twins) > 0, (forest.seed, name)
+            assert len(twins) > 1, (forest.seed, name)
 
 
 SEEDS = 400

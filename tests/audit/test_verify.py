@@ -58,6 +58,7 @@ def test_nothing_is_found_in_a_sound_database_of_every_shape(url: str) -> None:
     assert report.ok
     assert (report.counts.rollouts, report.counts.calls, report.counts.ledger_rows) == (18, 34, 13)
     assert (report.counts.staged_calls, report.counts.attachments, report.counts.retokenized) == (9, 4, 1)
+    assert report.counts.parents_not_recorded == 1
 
 
 def test_every_rule_says_what_it_demands() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from tests.audit.exports import RUN, manifest, parquet_rows, put_linear, put_rollout
 from tests.support.entries import make_entry
 from tokencustody import open_store
+from tokencustody.audit.export.report import REMEDIES, Why
 from tokencustody.cli import main
 
 
@@ -114,6 +116,61 @@ def test_what_asks_for_a_person_gives_exit_code_1(store_url: str, tmp_path: Path
     assert "kept: rollout rollout-001 of run run-1: changed_since" in ended.out
 
 
+def test_an_export_of_which_everything_is_left_out_ends_with_1_says_what_to_do_and_leaves_no_folder(
+    store_url: str, tmp_path: Path, run: Any
+) -> None:
+    for name in ("a", "b"):
+        asyncio.run(
+            put_rollout(
+                store_url,
+                [make_entry(name, "one", generation=[1]), make_entry(name, "two", generation=[2])],
+            )
+        )
+    (tmp_path / "mine").mkdir()
+    for out in ("new/out", "mine"):
+        ended = run(tmp_path / out, "--url", store_url)
+        assert (ended.code, ended.err) == (1, "")
+        assert f"everything was left out: nothing was written to {tmp_path / out}" in ended.out
+        assert "left out: ambiguous_retry" in ended.out
+        assert f"ambiguous_retry: {REMEDIES['ambiguous_retry']}" in ended.out
+        assert "left out: rollout b of run run-1, call two: ambiguous_retry" in ended.out
+    assert not (tmp_path / "new").exists()
+    # Only what was made for it goes.
+    assert list((tmp_path / "mine").iterdir()) == []
+    found = json.loads(run(tmp_path / "new/out", "--url", store_url, "--json").out)
+    assert (found["ok"], found["all_left_out"], found["export_id"]) == (False, True, "")
+    assert {(each["rollout_id"], each["model_call_id"]) for each in found["listed"]} == {
+        (name, call) for name in ("a", "b") for call in ("one", "two")
+    }
+    # The remedy that was named.
+    kept = run(tmp_path / "mine", "--url", store_url, "--siblings", "keep")
+    assert (kept.code, len(parquet_rows(tmp_path / "mine"))) == (0, 4)
+
+
+def test_a_person_reads_where_rows_begin_and_what_a_loss_must_mask(
+    store_url: str, tmp_path: Path, run: Any
+) -> None:
+    first = make_entry(model_call_id="first", prompt=[1], generation=[2, 3], log_probs=[math.nan, -0.5])
+    second = make_entry(model_call_id="second", prompt=[9], generation=[4], parent="first")
+    asyncio.run(put_rollout(store_url, [first, second]))
+    split = run(tmp_path / "split", "--url", store_url)
+    lines = [" ".join(line.split()) for line in split.out.splitlines()]
+    assert {"rows 2", "new row: prompt_does_not_begin_with_parent 1"} <= set(lines)
+    assert "1 trained token without a finite log probability" in split.out
+    cut = run(tmp_path / "cut", "--url", store_url, "--on-break", "first")
+    assert "left out: prompt_does_not_begin_with_parent" in cut.out
+    assert (cut.code, len(parquet_rows(tmp_path / "cut"))) == (0, 1)
+    masked = run(tmp_path / "masked", "--url", store_url, "--on-break", "mask")
+    assert (masked.code, "left out: broken" in masked.out) == (1, True)
+
+
+def test_every_reason_has_a_remedy_and_stands_in_the_documentation() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    for why in Why:
+        assert why in REMEDIES, why
+        assert f"\n| `{why}` | " in document, why
+
+
 def test_an_export_with_nothing_new_ends_with_0_and_leaves_no_folder_that_stops_the_next(
     store_url: str, tmp_path: Path, run: Any
 ) -> None:
@@ -164,6 +221,8 @@ def test_files_and_folders_of_an_export_are_their_owners_alone(
         (["--retire", "--no-mark"], "--no-mark"),
         (["--format", "calls", "--rewards", "x.csv"], "parquet"),
         (["--format", "gym", "--rows-per-file", "3"], "one for each rollout"),
+        (["--format", "calls", "--on-break", "mask"], "parquet"),
+        (["--format", "gym", "--siblings", "keep"], "parquet"),
         (["--format", "csv"], "csv"),
         (["--before", "7d"], "duration"),
         (["--rows-per-file", "0"], "rows-per-file"),

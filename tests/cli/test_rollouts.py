@@ -44,6 +44,7 @@ ROLLOUT_KEYS = [
     "calls",
     "prompt_tokens",
     "generated_tokens",
+    "parents_not_recorded",
     "ledger_calls",
     "ledger_failures",
     "opened_at",
@@ -359,6 +360,26 @@ class TestShow:
         )
         assert "call-2 · unresolved: no_match · " in lines[1]
         assert "call-3 · parent not decided · " in lines[2]
+
+    def test_calls_without_a_recorded_parent_are_counted_and_spoken_of(
+        self, cli: Cli, store_url: str
+    ) -> None:
+        undecided = [
+            make_entry("r", f"call-{number}").model_copy(update={"parent_resolution": None})
+            for number in range(2)
+        ]
+        entries = [*undecided, make_entry("r", "stamped"), make_entry("sound")]
+        fill(store_url, *(lambda store, e=e: store.sink.put(e) for e in entries))
+        assert "3 calls (2 without a recorded parent), " in cli("show", "r")
+        out = cli("rollouts")
+        assert "4 calls (2 without a recorded parent), " in out
+        assert out.count("2 calls without a recorded parent") == 1
+        found = listed(cli("rollouts", "--json"))
+        assert {name: each["parents_not_recorded"] for name, each in found.items()} == {"r": 2, "sound": 0}
+        assert json.loads(cli("show", "r", "--json"))["summary"]["parents_not_recorded"] == 2
+        verified = cli("verify")
+        assert re.search(r"without a recorded parent +2 *", verified)
+        assert json.loads(cli("verify", "--json"))["parents_not_recorded"] == 2
 
     def test_the_header_the_intents_and_the_history_tell_the_whole_story(
         self, cli: Cli, store_url: str

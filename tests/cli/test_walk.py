@@ -89,6 +89,7 @@ def test_a_rollout_of_the_real_model_is_found_verified_exported_loaded_and_retir
     last = by_id[calls[2]]
     assert chain["call_ids"] == calls
     assert chain["reward"] == 0.5
+    assert (chain["whole"], chain["segments"], chain["breaks"], chain["calls_left_out"]) == (True, 1, None, 0)
     assert chain["token_ids"] == last.prompt_token_ids + last.generation_token_ids
     sampled: dict[int, float] = {}
     for entry in snapshot.entries:

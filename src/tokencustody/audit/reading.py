@@ -37,6 +37,7 @@ from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey, of_rollout
 from tokencustody.store.ids import check_rollout_id
 
+_PARENTS_NOT_RECORDED = func.sum(case((entries.c.parent_resolution.is_(None), 1), else_=0))
 _HISTORY = [
     snapshot_versions.c[name]
     for name in ("version", "event", "model_call_id", "snapshot_id", "recorded_at", "written_by")
@@ -120,7 +121,12 @@ def _per_rollout(table: Table, page: Subquery, *columns: Any) -> Select[Any]:
 
 def _summaries_txn(connection: Connection, page: Subquery) -> list[RolloutSummary]:
     fence_rows = connection.execute(select(page)).all()
-    call_columns = (func.count(), func.sum(entries.c.prompt_len), func.sum(entries.c.generation_len))
+    call_columns = (
+        func.count(),
+        func.sum(entries.c.prompt_len),
+        func.sum(entries.c.generation_len),
+        _PARENTS_NOT_RECORDED,
+    )
     counted = connection.execute(
         _per_rollout(entries, page, *call_columns).group_by(entries.c.run, entries.c.rollout_id)
     )
@@ -141,7 +147,7 @@ def _summaries_txn(connection: Connection, page: Subquery) -> list[RolloutSummar
         elif row.state == FenceState.RETIRED and row.incomplete and not why:
             # Every other cause has its row in the history.
             why = [Reason(ReasonKind.DANGLING_INTENT, "")]
-        calls, prompt_tokens, generated_tokens = counts.get(key, (0, 0, 0))
+        calls, prompt_tokens, generated_tokens, parents_not_recorded = counts.get(key, (0, 0, 0, 0))
         found.append(
             RolloutSummary(
                 run=row.run,
@@ -155,6 +161,7 @@ def _summaries_txn(connection: Connection, page: Subquery) -> list[RolloutSummar
                 calls=calls,
                 prompt_tokens=prompt_tokens,
                 generated_tokens=generated_tokens,
+                parents_not_recorded=parents_not_recorded,
                 ledger_calls=recorded.get(key, 0),
                 ledger_failures=failed.get(key, 0),
                 opened_at=row.opened_at,
@@ -234,11 +241,16 @@ def _totals_txn(connection: Connection, matching: Subquery) -> Totals:
     of_fences = connection.execute(
         select(func.count(), *states, count_where(matching.c.incomplete)).select_from(matching)
     )
-    lengths = [
-        func.coalesce(func.sum(column), 0) for column in (entries.c.prompt_len, entries.c.generation_len)
+    sums = [
+        func.coalesce(each, 0)
+        for each in (
+            func.sum(entries.c.prompt_len),
+            func.sum(entries.c.generation_len),
+            _PARENTS_NOT_RECORDED,
+        )
     ]
     of_calls = connection.execute(
-        select(func.count(), *lengths).select_from(entries).join(matching, _of(entries, matching))
+        select(func.count(), *sums).select_from(entries).join(matching, _of(entries, matching))
     )
     of_ledger = [
         (

@@ -36,8 +36,9 @@ class Reason:
 class RolloutSummary:
     """One rollout. `incomplete` is the verdict that a snapshot carries, `reasons` why.
 
-    `calls` and their tokens are complete records; `ledger_calls` are those that the token-free ledger recorded, and
-    `ledger_failures` those of which it recorded why they were not captured.
+    `calls` and their tokens are complete records, of which `parents_not_recorded` say nothing of their parent: they are
+    neither roots nor resolved nor unresolved, for their writer stamped no lineage. `ledger_calls` are those that the
+    token-free ledger recorded, and `ledger_failures` those of which it recorded why they were not captured.
 
     `not_yet_captured` are the announced calls of an open rollout with neither entry nor refusal: they make it
     incomplete if it is frozen now. A retired rollout has no calls left; `retired_by` says whether it was
@@ -55,6 +56,7 @@ class RolloutSummary:
     calls: int
     prompt_tokens: int
     generated_tokens: int
+    parents_not_recorded: int
     ledger_calls: int
     ledger_failures: int
     opened_at: datetime
@@ -75,6 +77,7 @@ class Totals:
     calls: int
     prompt_tokens: int
     generated_tokens: int
+    parents_not_recorded: int
     ledger_calls: int
     ledger_failures: int
 

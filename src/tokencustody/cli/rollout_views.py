@@ -89,7 +89,7 @@ def _cells(rollout: RolloutSummary) -> list[Text | str]:
 def whys(found: Sequence[RolloutSummary]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for rollout in found:
-        if rollout.reasons or rollout.not_yet_captured:
+        if rollout.reasons or rollout.not_yet_captured or rollout.parents_not_recorded:
             table.add_row(literal(rollout.run), literal(rollout.rollout_id, "bold"), _why_of(rollout))
     return table
 
@@ -114,7 +114,12 @@ def _sizes(counted: RolloutSummary | Totals) -> str:
     if counted.ledger_calls or counted.ledger_failures:
         ledger = f"; in the ledger {plural(counted.ledger_calls, 'call')}"
         ledger += f" and {plural(counted.ledger_failures, 'failure')}" if counted.ledger_failures else ""
-    return f"{plural(counted.calls, 'call')}, {tokens}{ledger}"
+    stray = (
+        f" ({counted.parents_not_recorded:,} without a recorded parent)"
+        if counted.parents_not_recorded
+        else ""
+    )
+    return f"{plural(counted.calls, 'call')}{stray}, {tokens}{ledger}"
 
 
 def _retirement(rollout: RolloutSummary) -> str:
@@ -136,6 +141,9 @@ def _why_of(rollout: RolloutSummary) -> Text:
         pending = plural(len(rollout.not_yet_captured), "call")
         why.append("; " if rollout.reasons else "")
         why.append(f"{pending} not yet captured: {_some(map(printable, rollout.not_yet_captured))}", "yellow")
+    if rollout.parents_not_recorded:
+        why.append("; " if why else "")
+        why.append(f"{plural(rollout.parents_not_recorded, 'call')} without a recorded parent", "yellow")
     return why
 
 

@@ -153,6 +153,10 @@ def _print(found: VerifyReport) -> None:
         ("rollouts", f"{counts.rollouts:,}"),
         ("complete records", f"{counts.calls:,}"),
         ("  retokenized", f"{counts.retokenized:,}" if counts.retokenized else ""),
+        (
+            "  without a recorded parent",
+            f"{counts.parents_not_recorded:,}" if counts.parents_not_recorded else "",
+        ),
         ("ledger rows", f"{counts.ledger_rows:,}"),
         ("staged calls", f"{counts.staged_calls:,}"),
         ("attachments", f"{counts.attachments:,}"),

@@ -32,8 +32,8 @@ def settle(rollout: FrozenRollout) -> Settled:
     """Decide between the calls that answer the same prompt, id by id, below the same parent.
 
     If exactly one answer was continued, it is the one. Answers of the same tokens are one answer, for which the call
-    that was continued stands, then the one with the smallest id. A call that sampled nothing and was not continued is
-    passed over. Where nothing decides, every answer is ambiguous.
+    stands that has a known parent, then the one that was continued, then the one with the smallest id. A call that
+    sampled nothing and was not continued is passed over. Where nothing decides, every answer is ambiguous.
     """
     return _Settling(rollout).settle()
 
@@ -79,9 +79,7 @@ class _Settling:
             elif calls is not kept:
                 self._drop(calls, Why.SUPERSEDED_RETRY)
         if kept is not None:
-            first, *others = sorted(
-                kept, key=lambda call: (call.model_call_id not in self._continued, call.model_call_id)
-            )
+            first, *others = sorted(kept, key=self._standing)
             self._drop(others, Why.SUPERSEDED_RETRY)
             for other in others:
                 self._settled.stands_for[other.model_call_id] = first.model_call_id
@@ -97,6 +95,10 @@ class _Settling:
         if len(continued) == 1 and any(call.model_call_id in self._surely_continued for call in continued[0]):
             return continued[0]
         return None
+
+    def _standing(self, call: TokenEntry) -> tuple[bool, bool, str]:
+        name = call.model_call_id
+        return self._parent_key(call) == _UNKNOWN, name not in self._continued, name
 
     def _drop(self, calls: Sequence[TokenEntry], why: Why) -> None:
         for call in calls:

@@ -226,6 +226,7 @@ class _Checker:
         for call_id, (_, stored) in self._calls.items():
             parent = stored.parent_call_id
             resolved = stored.fields["parent_resolution"] == ParentResolutionStatus.RESOLVED
+            self._found.counts.parents_not_recorded += stored.fields["parent_resolution"] is None
             if not resolved or parent is None or _begins_in_parent(stored):
                 continue
             if parent in self._proven:

@@ -113,7 +113,8 @@ class Counts:
 
     `calls` counts complete records, `bytes` what was hashed of payloads, extras and attachments as they are stored.
     `retokenized` counts calls whose prompt does not begin with the sequence of their resolved parent, whose prefix the
-    engine was not given: no fault, but they continue no chain of tokens.
+    engine was not given: no fault, but they continue no chain of tokens. `parents_not_recorded` counts calls that say
+    nothing of their parent, for their writer stamped no lineage.
     """
 
     rollouts: int = 0
@@ -123,6 +124,7 @@ class Counts:
     attachments: int = 0
     bytes: int = 0
     retokenized: int = 0
+    parents_not_recorded: int = 0
 
     def add(self, other: Counts) -> None:
         """Add what another part of the work has looked at."""
