@@ -373,6 +373,24 @@ class Sink:
         return None
 
 
+@pytest.mark.parametrize("answer", ["staged", "refused"])
+def test_our_capture_takes_the_answer_of_a_sink_of_the_peer(
+    answer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = Sink(peer, answer)
+    capture = staging.RolloutTokenCapture(sink=sink, weight_version_fn=lambda: 1)
+    call = capture.begin_call(staging.CaptureAdmission(rollout_id="r", model_call_id="c", mode="text"))
+    coords = capture.complete_call(
+        call, prompt_token_ids=[1], generated_token_ids=[2], generated_logprobs=[-0.5]
+    )
+    if answer == "staged":
+        assert (coords.disposition, coords.staging_key) == ("staged", "r/c")
+        assert not caplog.messages
+    else:
+        assert (coords.disposition, coords.staging_key) == ("capture_failed", None)
+        assert caplog.messages == ["rollout r, model call c: the sink refused the record: full"]
+
+
 @settings(max_examples=300)
 @given(
     prefix=st.lists(token, max_size=3),

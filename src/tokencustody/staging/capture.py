@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
 from tokencustody.staging.digest import (
     build_staging_delta,
     compute_chain_hash,
@@ -174,8 +176,7 @@ class RolloutTokenCapture:
                 result = self._sink.stage(record)
             else:
                 result = self._sink.stage(record, attachments=attachments)
-            if not isinstance(result, StageResult):
-                raise TypeError(f"the sink returned {type(result).__name__}, not a StageResult")
+            result = _stage_result(result)
         except Exception:
             LOGGER.exception("%s: staging failed", _name(call.admission))
             return _failed_coords(call)
@@ -296,6 +297,15 @@ def _build(
         chain_hash=compute_chain_hash(admission.parent_chain_hash, delta),
         cumulative_hash=hash_token_ids(prompt_token_ids + generated_token_ids),
     )
+
+
+def _stage_result(result: object) -> StageResult:
+    """Return the sink's answer, also when it is the peer's model of the same fields. Raises TypeError otherwise."""
+    if isinstance(result, BaseModel) and not isinstance(result, StageResult):
+        result = StageResult.model_validate(result, from_attributes=True)
+    if not isinstance(result, StageResult):
+        raise TypeError(f"the sink returned {type(result).__name__}, not a StageResult")
+    return result
 
 
 def _failed_coords(call: ActiveCall) -> CommitCoords:

@@ -27,6 +27,7 @@ EXTRAS_DOMAIN = b"nemo-gym-staging-extras-v1"
 PREFIX_DOMAIN = b"nemo-gym-staging-prefix-v2"
 
 _DIGEST = re.compile("[0-9a-f]{64}")
+_SURROGATE = "UTF-8 cannot carry the text: surrogates not allowed"
 
 
 def encode_token_ids(token_ids: Sequence[int]) -> bytes:
@@ -66,6 +67,8 @@ def compute_extras_digest(extras: Mapping[str, Any] | None) -> str:
         _encode_extra(None if extras is None else dict(extras), encoded)
     except RecursionError:
         raise ValueError("extras are nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError(f"{_place_of_surrogate(extras)}: {_SURROGATE}") from None
     return hashlib.sha256(encoded).hexdigest()
 
 
@@ -230,7 +233,7 @@ def _encode_extra(value: Any, encoded: bytearray) -> None:
             raise ValueError("extras: every float must be finite")
         encoded += b"F" + struct.pack(">d", value)
     elif kind is str:
-        encoded += b"S" + _text(value, "extras")
+        encoded += b"S" + _sized(value.encode())
     elif kind is list:
         encoded += b"L" + len(value).to_bytes(8, "big")
         for item in value:
@@ -240,16 +243,34 @@ def _encode_extra(value: Any, encoded: bytearray) -> None:
             raise TypeError("extras: every key must be text")
         encoded += b"D" + len(value).to_bytes(8, "big")
         for key in sorted(value, key=str.encode):
-            encoded += _text(key, "extras")
+            encoded += _sized(key.encode())
             _encode_extra(value[key], encoded)
     else:
         raise TypeError(f"extras: {kind.__name__} is no JSON value")
 
 
+def _place_of_surrogate(extras: Any) -> str:
+    """Return where in extras a text lies that UTF-8 cannot encode."""
+    waiting: list[tuple[str, Any]] = [("extras", extras)]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            return place
+        if isinstance(value, list):
+            waiting += [(f"{place}[{number}]", item) for number, item in enumerate(value)]
+        elif isinstance(value, Mapping):
+            waiting += [(f"{place} key", key) for key in value]
+            waiting += [(f"{place}[{key!r:.80}]", item) for key, item in value.items()]
+    return "extras"
+
+
 def _text(value: str, field: str) -> bytes:
     if not isinstance(value, str):
         raise TypeError(f"{field} must be text, not {type(value).__name__}")
-    return _sized(value.encode())
+    try:
+        return _sized(value.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{field}: {_SURROGATE}") from None
 
 
 def _sized(data: bytes) -> bytes:

@@ -99,6 +99,8 @@ class GenerationCutContinuation(_WireModel):
     def _validate_staging_keys(self) -> Self:
         if len(set(self.staging_keys)) != len(self.staging_keys):
             raise ValueError("staging_keys: a key is named twice")
+        if self.terminal_stop_reason is not None and self.terminal_finish_reason is None:
+            raise ValueError("a terminal_stop_reason needs the terminal_finish_reason")
         return self
 
     def check_prefix(self, prefix_token_ids: list[int]) -> None:

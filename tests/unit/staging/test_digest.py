@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Callable
 from enum import IntEnum
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import vectors
+from tests.support.staged import stage
 from tokencustody import staging
 from tokencustody.staging import (
     EMPTY_EXTRAS_DIGEST,
+    StagedCallRecord,
     build_staging_delta,
     compute_chain_hash,
     compute_extras_digest,
@@ -24,6 +27,8 @@ from tokencustody.staging import (
     encode_token_ids,
     hash_token_ids,
 )
+
+SURROGATE = "a\ud800b"
 
 token_ids = st.lists(st.integers(0, 2**64 - 1), max_size=30)
 hexes = st.binary(min_size=32, max_size=32).map(bytes.hex)
@@ -397,3 +402,31 @@ def test_the_golden_vectors_catch_an_extras_or_call_digest_that_is_wrong(
     monkeypatch.setattr(staging.conformance, "compute_staging_digest", lambda **_: EMPTY_EXTRAS_DIGEST)
     with pytest.raises(AssertionError, match="staged call digest 0"):
         staging.assert_golden_vectors()
+
+
+@pytest.mark.parametrize(
+    ("extras", "place"),
+    [
+        ({"x": SURROGATE}, "extras['x']"),
+        ({"a": 1, "x": {"y": [0, SURROGATE]}}, "extras['x']['y'][1]"),
+        ({SURROGATE: 1}, "extras key"),
+        ({"x": {SURROGATE: 1, "a": 2}}, "extras['x'] key"),
+    ],
+)
+def test_text_in_extras_that_utf8_cannot_carry_is_refused_with_its_place(
+    extras: dict[str, Any], place: str
+) -> None:
+    said = f"{place}: UTF-8 cannot carry the text: surrogates not allowed"
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        compute_extras_digest(extras)
+    assert type(caught.value) is ValueError
+    with pytest.raises(ValueError, match=re.escape(said)):
+        StagedCallRecord(**(stage("a").snapshot.model_dump() | {"extras": extras}))
+
+
+@pytest.mark.parametrize("field", ["rollout_id", "model_call_id", "parent_call_id"])
+def test_an_id_that_utf8_cannot_carry_is_refused_by_its_name(field: str) -> None:
+    call = stage("b", stage("a")).snapshot.model_dump(exclude={"digest", "extras"})
+    with pytest.raises(ValueError, match=f"{field}: UTF-8 cannot carry") as caught:
+        compute_staging_digest(**(call | {field: SURROGATE}))
+    assert type(caught.value) is ValueError

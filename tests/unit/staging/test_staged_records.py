@@ -319,6 +319,10 @@ def test_a_generation_cut_travels_with_its_admission() -> None:
         ({"prefix_digest": HASH.upper()}, "prefix_digest"),
         ({"effective_output_limit": 0}, "effective_output_limit"),
         ({"terminal_finish_reason": "tool_calls"}, "terminal_finish_reason"),
+        ({"terminal_stop_reason": 151645}, "terminal_stop_reason needs the terminal_finish_reason"),
+        ({"terminal_stop_reason": "\n\n"}, "terminal_stop_reason needs the terminal_finish_reason"),
+        ({"terminal_stop_reason": 0}, "terminal_stop_reason needs the terminal_finish_reason"),
+        ({"terminal_stop_reason": ""}, "terminal_stop_reason needs the terminal_finish_reason"),
         ({"unknown": 1}, "unknown"),
     ],
 )
@@ -327,7 +331,15 @@ def test_a_generation_cut_that_no_worker_can_continue_is_refused(change: dict[st
         GenerationCutContinuation(**(CUT | change))
 
 
-@pytest.mark.parametrize("finish", [{}, {"terminal_finish_reason": "stop", "terminal_stop_reason": 151645}])
+@pytest.mark.parametrize(
+    "finish",
+    [
+        {},
+        {"terminal_finish_reason": "length"},
+        {"terminal_finish_reason": "stop", "terminal_stop_reason": 151645},
+        {"terminal_finish_reason": "stop", "terminal_stop_reason": "\n\n"},
+    ],
+)
 def test_a_generation_cut_says_whether_the_generation_had_finished(finish: dict[str, Any]) -> None:
     cut = GenerationCutContinuation(**(CUT | finish))
     assert (cut.terminal_finish_reason, cut.terminal_stop_reason) == (

@@ -199,6 +199,37 @@ def test_the_text_of_tokens_is_not_looked_at_beside_their_ids() -> None:
     assert ADAPTER.extract_generation(empty) == ([3, 4], [-0.5, -1.0])
 
 
+LOG_PROBS = [
+    ([-0.5, -1.5], r"logprobs.content\[\].logprob differs from message.generation_log_probs"),
+    ([-0.5, -1.0000000000000002], "differs from"),
+    ([-0.5, None], "logprob"),
+    ([-0.5, float("nan")], "logprob"),
+    ([-0.5], "1 values for the 2 ids"),
+]
+
+
+@pytest.mark.parametrize(("values", "named"), LOG_PROBS)
+@pytest.mark.parametrize("names", [["token_id:3", "token_id:4"], ["a", "b"]], ids=["ids", "text"])
+def test_two_places_whose_log_probabilities_differ_are_refused(
+    values: list[Any], named: str, names: list[str]
+) -> None:
+    content = [{"token": name, "logprob": value} for name, value in zip(names, values, strict=False)]
+    if len(content) < 2 and names[0] == "token_id:3":
+        named = "logprobs.content differs from message.generation_token_ids"
+    with pytest.raises(ValueError, match=named):
+        ADAPTER.extract_generation(changed(with_message_fields(), "choices.0.logprobs", {"content": content}))
+
+
+@pytest.mark.parametrize("value", [DELETED, None])
+def test_entries_without_any_log_probability_contradict_nobody(value: Any) -> None:
+    body = with_message_fields()
+    body["choices"][0]["logprobs"] = copy.deepcopy(with_token_id_strings()["choices"][0]["logprobs"])
+    assert ADAPTER.extract_generation(body) == ([3, 4], [-0.5, -1.0])
+    for entry in (0, 1):
+        body = changed(body, f"{CONTENT}.{entry}.logprob", value)
+    assert ADAPTER.extract_generation(body) == ([3, 4], [-0.5, -1.0])
+
+
 def test_a_whole_number_is_a_log_probability() -> None:
     body = changed(with_message_fields(), f"{MESSAGE}.generation_log_probs", [0, -1])
     _, values = ADAPTER.extract_generation(body)

@@ -1,15 +1,16 @@
 """Tokens from the chat completions of vLLM, wherever its version and its request options put them.
 
 The generated ids stand in one or more of three places: `generation_token_ids` on the message; `token_ids` on the
-choice (`return_token_ids`); and `token_id:N` as the tokens of `logprobs.content` (`return_tokens_as_token_ids`). Places
-that disagree make the payload malformed: nothing says which of them the engine sampled.
+choice (`return_token_ids`); and `token_id:N` as the tokens of `logprobs.content` (`return_tokens_as_token_ids`). Their
+log probabilities stand in `generation_log_probs` on the message, in `logprobs.content`, or in both. Places that
+disagree make the payload malformed: nothing says which of them the engine sampled.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from tokencustody.staging.adapters import payload
 from tokencustody.staging.adapters.payload import PREFIX_IDS_FIELD as PREFIX_IDS_FIELD
@@ -22,6 +23,7 @@ _GENERATED_IDS = "message.generation_token_ids"
 _GENERATED_LOG_PROBS = "message.generation_log_probs"
 _CHOICE_IDS = "choice.token_ids"
 _CONTENT = "logprobs.content"
+_Number = TypeVar("_Number", int, float)
 _TOKEN_ID = re.compile("token_id:(0|[1-9][0-9]{0,19})")
 
 
@@ -83,16 +85,21 @@ def extract_generation_token_info(choice: Mapping[str, Any]) -> tuple[list[int],
         raise ValueError(f"the vLLM response has none of {_GENERATED_IDS}, {_CHOICE_IDS} and {_CONTENT}")
     ids = _agreed(found_ids)
 
+    found_values: dict[str, list[float]] = {}
     if message.get("generation_log_probs") is not None:
         field = _GENERATED_LOG_PROBS
-        values = payload.log_probs(message["generation_log_probs"], field)
-    elif content is not None:
+        found_values[field] = payload.log_probs(message["generation_log_probs"], field)
+    # Beside those of the message there may be entries without any.
+    if content is not None and (
+        not found_values or any(entry.get("logprob") is not None for entry in content)
+    ):
         field = f"{_CONTENT}[].logprob"
-        values = payload.log_probs([entry.get("logprob") for entry in content], field)
-    else:
+        found_values[field] = payload.log_probs([entry.get("logprob") for entry in content], field)
+    if not found_values:
         raise ValueError(f"the vLLM response has neither {_GENERATED_LOG_PROBS} nor {_CONTENT}")
-    payload.require_same_length(ids, next(iter(found_ids)), values, field)
-    return ids, values
+    for field, values in found_values.items():
+        payload.require_same_length(ids, next(iter(found_ids)), values, field)
+    return ids, _agreed(found_values)
 
 
 def _single_choice(response_payload: Any) -> Mapping[str, Any]:
@@ -147,9 +154,9 @@ def _content_token_ids(content: list[Mapping[str, Any]]) -> list[int]:
     return ids
 
 
-def _agreed(found: dict[str, list[int]]) -> list[int]:
-    (first, ids), *others = found.items()
+def _agreed(found: dict[str, list[_Number]]) -> list[_Number]:
+    (first, column), *others = found.items()
     for place, other in others:
-        if other != ids:
+        if other != column:
             raise ValueError(f"{place} differs from {first}")
-    return ids
+    return column
