@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from tests.support import databases
 from tests.support.postgres import NoPostgresError, Server, postgres_server
+from tokencustody.cli import waiting
 from tokencustody.sql import registry
 from tokencustody.sql.coalescing import Coalesce
 from tokencustody.sql.faults import FAULT_POINTS
@@ -137,6 +138,12 @@ def spill_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "spill"
     monkeypatch.setenv("TOKENCUSTODY_SPILL", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no command of this process tell of a wait that comes of a loaded machine."""
+    monkeypatch.setattr(waiting, "SILENCE", 600.0)
 
 
 @pytest.fixture(autouse=True)

@@ -72,8 +72,18 @@ class StoreUnavailableError(ConnectionError):
 class AccessDeniedError(StoreUnavailableError):
     """PostgreSQL refused a statement to the role that the URL names. Asking again does not help.
 
-    The message says which of the roles that `tokencustody db grant` gives may do what.
+    The message says which of the roles that `tokencustody db grant` gives may do what; `denied` is what comes before.
     """
+
+    def __init__(self, denied: str) -> None:
+        super().__init__(denied)
+        self.denied = denied
+
+    def __str__(self) -> str:
+        return (
+            f"{self.denied}; a worker writes and resolves within the runs it was granted, a trainer freezes, reads and "
+            "retires, an auditor reads all but token data, the owner deletes: see `tokencustody db roles`"
+        )
 
 
 class BackupError(RuntimeError):

@@ -85,7 +85,7 @@ def test_a_database_must_be_named(
         ("mysql://me:s3cret@host/x", "scheme 'mysql' is not supported"),
         ("postgresql://me:s3cret@host:port/x", "malformed"),
         ("sqlite:///:memory:", "a SQLite file that outlives the process"),
-        ("", "a SQLite file that outlives the process"),
+        ("", "the URL is empty and names no database"),
     ],
 )
 def test_a_url_that_names_no_database_is_refused(

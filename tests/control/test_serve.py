@@ -274,3 +274,31 @@ main()
     )
     said = f"tokencustody.control needs {missing}: run pip install 'tokencustody[http]'"
     assert (done.returncode, done.stdout, done.stderr) == (1, said + "\n", f"error: {said}\n")
+
+
+async def record(url: str, *runs: str) -> None:
+    for run in runs:
+        async with SqlLineageStore(url, run=run) as ledger:
+            await ledger.record(make_commit("rollout-1", "call-1"))
+
+
+def test_a_run_must_be_named_where_there_are_others_than_default(store_url: str, failing: Failing) -> None:
+    asyncio.run(record(store_url, "default", "run-7"))
+    line = failing("--url", store_url, TOKENCUSTODY_AUTH_TOKEN=TOKEN)
+    assert "has the runs default, run-7: name the one to serve with --run" in line
+
+
+def test_default_is_served_where_there_is_no_other_run(store_url: str) -> None:
+    for _ in range(2):
+        with served(store_url) as (process, _url):
+            assert stopped(process, signal.SIGTERM) == (0, "", "")
+        asyncio.run(record(store_url, "default"))
+
+
+def test_a_run_that_is_not_there_is_told_with_those_that_are_and_served(store_url: str) -> None:
+    asyncio.run(record(store_url, "run-7"))
+    with served(store_url, "--run", "run-8") as (process, _url):
+        code, _, err = stopped(process, signal.SIGTERM)
+    assert code == 0
+    assert err.startswith("note: there is no run run-8 in ")
+    assert "which has the runs run-7; it is served once something is written to it" in err

@@ -153,7 +153,8 @@ def test_looking_at_a_missing_sqlite_file_does_not_create_it(tmp_path: Path) -> 
     url = f"sqlite:///{tmp_path / 'missing.db'}"
     assert migrate.current(url) is None
     assert migrate.check(url) == ["the file does not exist"]
-    assert migrate.downgrade(url, "base") == (None, None)
+    with pytest.raises(StoreUnavailableError, match="does not exist: look at the path"):
+        migrate.downgrade(url, "base")
     assert asyncio.run(migrate.is_new_sqlite(parse_url(url)))
     assert list(tmp_path.iterdir()) == []
 

@@ -15,6 +15,7 @@ from tests.support.postgres import Server
 from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
 from tokencustody.cli import main
+from tokencustody.cli.needs import NEEDS
 from tokencustody.sql.granting import grant
 from tokencustody.sql.roles import Role
 
@@ -23,14 +24,19 @@ ROLES = {
     "trainer": (Role.TRAINER, ["here"]),
     "auditor": (Role.AUDITOR, []),
 }
+# Who may run which, as docs/roles.md says.
 COMMANDS = {
     "db current": {"worker", "trainer", "auditor"},
     "db check": {"worker", "trainer", "auditor"},
     "db roles": {"worker", "trainer", "auditor"},
     "rollouts": {"worker", "trainer", "auditor"},
     "show {rollout} --run here": {"worker", "trainer", "auditor"},
-    "runs": {"trainer", "auditor"},
-    "verify": {"trainer"},
+    "runs": {"worker", "trainer", "auditor"},
+    "sql 'SELECT count(*) FROM audit_rollouts'": {"auditor"},
+    "sql \"SELECT audit_prompt_token_ids('here', '{rollout}', 'call-0')\"": {"worker", "trainer"},
+    "verify": {"worker", "trainer"},
+    "verify --run here": {"worker", "trainer"},
+    "copy --to {folder}.db --run here": {"worker", "trainer"},
     "export {folder} --run here --format gym": {"trainer"},
     "retire {rollout} --run here --yes": {"trainer"},
     "delete {rollout} --run here --yes": set(),
@@ -80,4 +86,7 @@ def test_a_command_works_for_those_whose_it_is_and_else_says_in_one_line_what_wa
         assert exited.value.code not in (0, None)
         errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
-        assert "permission denied for table" in errors[0]
+        assert "permission denied for " in errors[0]
+        words = command.split()[0]
+        if words != "sql":
+            assert f"`tokencustody {words}` needs {NEEDS[words]}" in errors[0]

@@ -15,6 +15,7 @@ from tokencustody.sql.url import parse_url
 
 # Seconds that a person waits for a database that does not answer.
 REACH_DEADLINE = 10.0
+DEFAULT_RUN = "default"
 _RUNS_SHOWN = 10
 _HOLDERS = (fences, staged_calls)
 
@@ -42,6 +43,29 @@ async def check_asked(database: Database, wanted: RolloutFilter) -> None:
         raise RolloutNotFoundError(missing)
 
 
+async def run_to_serve(url: str | os.PathLike[str], run: str | None, *, deadline: float) -> tuple[str, str]:
+    """Return the run that a server of one run is for, and what a person should know of it, or nothing.
+
+    Without a name it is `default`, if the database has no other run. One that is not there yet may come. Raises
+    RolloutNotFoundError where a name is needed, and what `reach` raises.
+    """
+    database = Database(parse_url(url), deadline=deadline, pool_size=1)
+    try:
+        runs = await database.read(runs_txn)
+        if run is None:
+            if set(runs) - {DEFAULT_RUN}:
+                raise RolloutNotFoundError(
+                    f"{database.url.display} has the runs {_listed(runs)}: name the one to serve with --run"
+                )
+            return DEFAULT_RUN, ""
+        missing = await database.read(
+            partial(missing_txn, wanted=RolloutFilter(run=run), address=database.url.display)
+        )
+        return run, f"{missing}; it is served once something is written to it" if missing and runs else ""
+    finally:
+        await database.close()
+
+
 def missing_txn(connection: Connection, wanted: RolloutFilter, address: str) -> str:
     """Return what `check_asked` says of the database with this address for people, or nothing.
 
@@ -49,9 +73,8 @@ def missing_txn(connection: Connection, wanted: RolloutFilter, address: str) -> 
     """
     held = or_(*(exists().where(table.c.run == wanted.run) for table in _HOLDERS))
     if wanted.run is not None and not connection.scalar(select(held)):
-        runs = _runs_txn(connection)
-        there = ", ".join(runs[:_RUNS_SHOWN]) + (", …" if len(runs) > _RUNS_SHOWN else "")
-        has = f"the runs {there}" if runs else "no run at all"
+        runs = runs_txn(connection)
+        has = f"the runs {_listed(runs)}" if runs else "no run at all"
         return f"there is no run {wanted.run} in {address}, which has {has}"
     if wanted.prefix is None:
         return ""
@@ -66,7 +89,11 @@ def missing_txn(connection: Connection, wanted: RolloutFilter, address: str) -> 
     return f"no rollout of {where} has an id that begins with {wanted.prefix}"
 
 
-def _runs_txn(connection: Connection) -> list[str]:
+def _listed(runs: list[str]) -> str:
+    return ", ".join(runs[:_RUNS_SHOWN]) + (", …" if len(runs) > _RUNS_SHOWN else "")
+
+
+def runs_txn(connection: Connection) -> list[str]:
     """Return the first runs by name, one more than are shown, each by a look into an index: there may be many rows."""
     runs: set[str] = set()
     for table in _HOLDERS:

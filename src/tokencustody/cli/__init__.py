@@ -27,6 +27,7 @@ from tokencustody.cli.serve import serve
 from tokencustody.cli.spill import spill
 from tokencustody.cli.sql import sql
 from tokencustody.cli.verify import verify
+from tokencustody.cli.waiting import told
 
 app = typer.Typer(
     name="tokencustody",
@@ -76,7 +77,7 @@ app.command()(demo)
 def main() -> None:
     """Run the command line; an expected error is one line on stderr and exit code 1."""
     try:
-        with checked_output():
+        with told(), checked_output():
             app()
     except Exception as exc:
         if not isinstance(exc, OutputError) and not is_expected(exc):

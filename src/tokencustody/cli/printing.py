@@ -40,9 +40,11 @@ def moment(at: datetime | None, timespec: str = "seconds") -> str:
 
 
 def print_error(exc: Exception) -> None:
-    """Print an expected error as one line on standard error."""
+    """Print an expected error as one line on standard error; one that PostgreSQL denied names the role needed."""
+    from tokencustody.cli.needs import denied
+
     Console(stderr=True).print("error:", style="bold red", end=" ")
-    print(printable(str(exc)), file=sys.stderr)  # noqa: T201 - Rich would read brackets as markup
+    print(printable(denied(exc) or str(exc)), file=sys.stderr)  # noqa: T201 - Rich would read brackets as markup
 
 
 def plural(count: int, noun: str) -> str:

@@ -19,7 +19,13 @@ DEFAULT_TOKEN_VARIABLE = "TOKENCUSTODY_AUTH_TOKEN"  # noqa: S105 - a variable's 
 
 def serve(
     url: Url,
-    run: Annotated[str, typer.Option(help="The run whose rollouts are served.")] = "default",
+    run: Annotated[
+        str | None,
+        typer.Option(
+            help="The run whose rollouts are served, for the routes name rollouts alone. Not needed for default, "
+            "if there is no other."
+        ),
+    ] = None,
     auth_token_env: Annotated[
         str, typer.Option(metavar="NAME", help="The environment variable that holds the bearer token.")
     ] = DEFAULT_TOKEN_VARIABLE,
@@ -44,6 +50,7 @@ def serve(
         from tokencustody.control.wire import check_auth_token
     except ImportError as exc:
         _fail(str(exc))
+    from tokencustody.audit.asked import run_to_serve
     from tokencustody.errors import InvalidRecordError
     from tokencustody.sql.url import parse_url
     from tokencustody.store import SqlLineageStore
@@ -54,7 +61,10 @@ def serve(
         _fail(f"the environment variable {auth_token_env}: {exc}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
-    ledger = SqlLineageStore(url, run=run, deadline=DEADLINE)
+    served, notice = asyncio.run(run_to_serve(url, run, deadline=DEADLINE))
+    if notice:
+        typer.echo(f"note: {printable(notice)}", err=True)
+    ledger = SqlLineageStore(url, run=served, deadline=DEADLINE)
     try:
         sock = bind(host, port)
     except OSError as exc:
@@ -65,7 +75,7 @@ def serve(
             await serve_control(ledger, auth_token=auth_token, sock=sock, on_ready=say_ready)
 
     def say_ready(address: str) -> None:
-        typer.echo(f"serving run {run} of {parse_url(url).display} on {address}")
+        typer.echo(f"serving run {served} of {parse_url(url).display} on {address}")
 
     asyncio.run(run_server())
 

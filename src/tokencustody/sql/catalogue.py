@@ -17,6 +17,7 @@ from sqlalchemy import (
     inspect,
 )
 
+from tokencustody.errors import SchemaMismatchError
 from tokencustody.sql import routines
 
 
@@ -37,6 +38,16 @@ def make_anew(connection: Connection, metadata: MetaData, shown: str) -> list[st
     if declared(metadata, connection.dialect) - found(connection, metadata):
         return []
     return routines.make_anew(connection, shown)
+
+
+def refuse_strangers(connection: Connection, metadata: MetaData, shown: str) -> None:
+    """Raise SchemaMismatchError when tables of another application have the names of ours."""
+    taken = sorted(metadata.tables.keys() & set(inspect(connection).get_table_names()))
+    if taken:
+        raise SchemaMismatchError(
+            f"{shown} has tables of another application under the names {', '.join(taken)}: give tokencustody a "
+            "database or a PostgreSQL schema of its own"
+        )
 
 
 def declared(metadata: MetaData, dialect: Dialect) -> set[str]:

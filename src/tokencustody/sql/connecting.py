@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import asyncpg
 
 from tokencustody.errors import DurabilityError, SchemaMismatchError
+from tokencustody.sql.pgpass import password_for
 from tokencustody.sql.tcp import tune
 from tokencustody.sql.tls import check_files
 from tokencustody.sql.url import DatabaseUrl
@@ -131,6 +132,7 @@ async def _opened(
     connecting: Callable[..., Any] = asyncpg.connect
     connection: Driver = await connecting(
         url.dsn,
+        password=password_for(url),
         connection_class=Driver,
         timeout=None,
         command_timeout=command_timeout,

@@ -13,6 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from tokencustody.errors import AccessDeniedError, CorruptEntryError, StoreUnavailableError
+from tokencustody.sql.remedies import remedy
 from tokencustody.sql.tls import refusal
 from tokencustody.sql.url import DatabaseUrl
 
@@ -190,18 +191,8 @@ SQLITE_CODES = {
     sqlite3.SQLITE_WARNING: _OURS,
 }
 
+
 # What to do about a refusal, by its code.
-_ENCODING = "; give tokencustody a database whose encoding is UTF8"
-_HINTS: dict[object, str] = {
-    "22021": _ENCODING,
-    "22P05": _ENCODING,
-    sqlite3.SQLITE_PROTOCOL: (
-        "; the locks of its -shm file stay taken: let no other program hold them, and keep the file on a local file "
-        "system, for a network file system need not have true locks"
-    ),
-}
-
-
 def classify(exc: BaseException) -> Failure | None:
     """Return what `exc` means for the transaction it ended, or None when trying, connecting or waiting is no answer."""
     if isinstance(exc, StoreUnavailableError):
@@ -268,16 +259,9 @@ def unavailable(
     cause = refusal(wrapped) or wrapped.__cause__ or wrapped
     said = (str(cause).strip().splitlines() or [""])[0]
     if getattr(cause, "sqlstate", None) == "42501":
-        return AccessDeniedError(
-            f"{url.display} denies this to its user: {said}; a worker writes and resolves within the runs it was "
-            "granted, a trainer freezes, reads and retires, an auditor reads all but token data, the owner deletes: "
-            "see `tokencustody db roles`"
-        )
-    if getattr(cause, "sqlstate", None) in ("26000", "42P05"):
-        said += "; add statement_cache_size=0 to the URL, for a pooler in transaction mode keeps no prepared statements"
-    said += _HINTS.get(getattr(cause, "sqlstate", None) or getattr(cause, "sqlite_errorcode", None), "")
+        return AccessDeniedError(f"{url.display} denies this to its user: {said}")
     return StoreUnavailableError(
-        f"{url.display} is not available{after}: {type(cause).__name__}: {said}{hint}"
+        f"{url.display} is not available{after}: {type(cause).__name__}: {said}{remedy(url, cause)}{hint}"
     )
 
 

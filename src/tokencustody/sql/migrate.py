@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, func, inspect, select, text
+from sqlalchemy import Connection, func, select, text
 from sqlalchemy.pool import NullPool
 
 from tokencustody.errors import SchemaMismatchError, StoreUnavailableError
@@ -27,8 +27,10 @@ from tokencustody.records import DIGEST_VERSION, SCHEMA_VERSION
 from tokencustody.sql import catalogue, engine, postgresql, sqlite, tables
 from tokencustody.sql.codec import SHARED_CODEC_VERSION
 from tokencustody.sql.faults import classify, damage, unavailable
+from tokencustody.sql.remedies import missing
 from tokencustody.sql.staged_codec import STAGED_CODEC_VERSION
 from tokencustody.sql.url import DatabaseUrl, parse_url
+from tokencustody.sql.waits import waiting
 from tokencustody.staging.digest import (
     EXTRAS_DIGEST_VERSION,
     STAGING_DIGEST_VERSION,
@@ -102,7 +104,7 @@ def downgrade(url: Url, revision: str, progress: Progress | None = None) -> Revi
     _check_known(revision)
     target = _parsed(url)
     if _is_missing(target):
-        return None, None
+        raise StoreUnavailableError(missing(target))
     return _run(target, lambda command, config: command.downgrade(config, revision), progress)
 
 
@@ -149,7 +151,7 @@ def require_head(url: Url) -> None:
     """
     target = _parsed(url)
     if _is_missing(target):
-        raise StoreUnavailableError(f"{target.display} does not exist")
+        raise StoreUnavailableError(missing(target))
     _connected(target, lambda connection: ensure_current(connection, target.display), writes=False)
 
 
@@ -217,7 +219,7 @@ def _run(
         if before.revision is not None and before.revision not in REVISIONS:
             raise SchemaMismatchError(_revision_problem(before, url.display))
         if before.revision is None:
-            _refuse_foreign_tables(connection, url.display)
+            catalogue.refuse_strangers(connection, tables.metadata, url.display)
         config = _config()
         config.attributes["connection"] = connection
         if progress is not None:
@@ -245,9 +247,10 @@ def _read(url: DatabaseUrl, work: Callable[[Connection], Result], *, missing: Re
 
 def _connected(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
     try:
-        if url.is_sqlite:
-            return _on_sqlite(url, work, writes=writes, read_only=not writes)
-        return _blocking(_on_postgresql(url, work, writes=writes))
+        with waiting(url) as wait:
+            if url.is_sqlite:
+                return _on_sqlite(url, wait.until(work), writes=writes, read_only=not writes)
+            return _blocking(_on_postgresql(url, wait.until(work), writes=writes))
     except Exception as exc:
         if classify(exc) is not None:
             raise unavailable(url, exc) from exc
@@ -357,15 +360,6 @@ def _stored(connection: Connection) -> _Stored:
         ", ".join(sorted({row.version_num for row in rows})) or None,
         {row.name: row.version for row in rows if row.name is not None},
     )
-
-
-def _refuse_foreign_tables(connection: Connection, display_url: str) -> None:
-    taken = sorted(tables.metadata.tables.keys() & set(inspect(connection).get_table_names()))
-    if taken:
-        raise SchemaMismatchError(
-            f"{display_url} has tables of another application under the names {', '.join(taken)}: give tokencustody a "
-            "database or a PostgreSQL schema of its own"
-        )
 
 
 def _revision_problem(stored: _Stored, display_url: str) -> str:

@@ -157,6 +157,7 @@ ACCESS: Mapping[Role, Mapping[Table, Access]] = {
         # A column to update, or the rows could not be locked.
         staged_calls: Access(_all(staged_calls), insert="true", update=("staged_at",)),
         staged_attachments: Access(_all(staged_attachments), insert="true"),
+        exports: Access(_all(exports)),
     },
     Role.TRAINER: {
         fences: Access(

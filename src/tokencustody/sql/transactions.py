@@ -40,7 +40,9 @@ from tokencustody.sql.engine import (
 )
 from tokencustody.sql.faults import Fault, classify, damage, reach, reach_beside, unavailable
 from tokencustody.sql.postgresql import PostgresqlEngines, Statement
+from tokencustody.sql.remedies import missing
 from tokencustody.sql.url import DatabaseUrl
+from tokencustody.sql.waits import waiting
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -187,6 +189,16 @@ class Database:
         give_up: float,
     ) -> Result:
         """Run a transaction until it succeeds, fails for a reason that repeating cannot help, or time is up."""
+        with waiting(self.url, give_up - asyncio.get_running_loop().time()) as wait:
+            return await self._trying(engines, transact, wait.until(work), give_up)
+
+    async def _trying(
+        self,
+        engines: Engines,
+        transact: Callable[[Attempt[Using, Made]], Awaitable[Result]],
+        work: Callable[[Using], Made],
+        give_up: float,
+    ) -> Result:
         loop = asyncio.get_running_loop()
         pause = _FIRST_PAUSE
         tries = 0
@@ -270,7 +282,7 @@ class Database:
                 return
             if self.url.is_sqlite and await migrate.is_new_sqlite(self.url, read_only=self._key.read_only):
                 if not self._creates:
-                    raise StoreUnavailableError(f"{self.url.display} does not exist or has no tables")
+                    raise StoreUnavailableError(missing(self.url))
                 await migrate.create_sqlite(self.url)
             await engines.read(lambda connection: migrate.ensure_current(connection, self.url.display))
             registry.remember(self.url, await engines.identify())

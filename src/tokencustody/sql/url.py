@@ -67,6 +67,11 @@ def parse_url(url: str | os.PathLike[str]) -> DatabaseUrl:
     """
     if not isinstance(url, str):
         url = os.fspath(url)
+    if not url.strip():
+        raise InvalidRecordError(
+            "the URL is empty and names no database: give captures.db, sqlite:///captures.db or "
+            "postgresql://user@host/database, to a command as --url or in TOKENCUSTODY_URL"
+        )
     scheme, separator, rest = url.partition("://")
     if not separator:
         if _NO_PATH.match(url):

@@ -1,0 +1,109 @@
+"""A command that waits for a database says so, instead of nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+
+import asyncpg
+import pytest
+
+from tests.support.postgres import Server
+from tokencustody.cli import main, waiting
+from tokencustody.sql import migrate
+from tokencustody.sql.migrate import LOCK_KEY
+from tokencustody.sql.url import parse_url
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tokencustody", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_locked_file_is_waited_for_aloud_and_then_the_command_goes_on(sqlite_url: str) -> None:
+    migrate.upgrade(sqlite_url)
+    with closing(sqlite3.connect(parse_url(sqlite_url).dsn, isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        process = started("db", "upgrade", "--url", sqlite_url)
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        holder.execute("ROLLBACK")
+    out, err = process.communicate()
+    assert said == f"waiting for {sqlite_url} to be unlocked; Ctrl-C ends it\n"
+    assert (process.returncode, err) == (0, "")
+    assert out == f"{sqlite_url}: already at {migrate.HEAD}\n"
+
+
+def test_an_upgrade_says_that_it_waits_for_another(postgres: Server, postgres_url: str) -> None:
+    async def hold() -> tuple[str, int, str]:
+        holder = await asyncpg.connect(postgres_url)
+        try:
+            await holder.execute(f"SELECT pg_advisory_lock({LOCK_KEY})")
+            process = await asyncio.to_thread(started, "db", "upgrade", "--url", postgres_url)
+            assert process.stderr is not None
+            said = await asyncio.to_thread(process.stderr.readline)
+        finally:
+            await holder.close()
+        _, err = await asyncio.to_thread(process.communicate)
+        return said, process.returncode, err
+
+    said, code, err = asyncio.run(hold())
+    assert said == f"waiting for {parse_url(postgres_url).display} to answer; Ctrl-C ends it\n"
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["rollouts"], ["runs"], ["verify"], ["retire", "r", "--yes"], ["spill", "replay"]],
+    ids=" ".join,
+)
+def test_a_server_that_does_not_answer_is_named_once_on_standard_error(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting, "SILENCE", 0.0)
+    # Port 1 is reserved and nothing listens there.
+    monkeypatch.setattr(
+        sys, "argv", ["tokencustody", *command, "--url", "postgresql://me:s3cret@127.0.0.1:1/captures"]
+    )
+    monkeypatch.setattr("tokencustody.audit.asked.REACH_DEADLINE", 1.0)
+    with pytest.raises(SystemExit):
+        main()
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert [line for line in lines if line.startswith("waiting for ")] == lines[:1]
+    assert lines[0].startswith("waiting for postgresql://me@127.0.0.1:1/captures to answer, at most ")
+    assert "s3cret" not in err
+    assert "look whether the server runs and listens there" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("nodatabase", "name a database that the server has, or make it with `createdb`"),
+        ("nouser", "give the password in PGPASSWORD"),
+    ],
+)
+def test_a_refusal_of_the_server_comes_with_what_to_do(
+    postgres: Server,
+    place: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = (
+        postgres.url_of("nowhere")
+        if place == "nodatabase"
+        else postgres.url.replace("://tokencustody", "://nobody")
+    )
+    monkeypatch.setattr(sys, "argv", ["tokencustody", "runs", "--url", url])
+    with pytest.raises(SystemExit):
+        main()
+    assert said in capsys.readouterr().err
