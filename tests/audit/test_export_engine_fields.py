@@ -7,6 +7,7 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,14 @@ async def test_weight_versions_of_every_form_are_in_the_rows(store_url: str, tmp
     assert row["weight_versions"] == [3, 3]
     assert row["recorded_weight_versions"][0] is None
     assert json.loads(row["recorded_weight_versions"][1]) == SPANS
+
+
+def test_where_the_ledger_knows_another_version_that_of_the_record_is_kept_beside_it() -> None:
+    ledger = SimpleNamespace(weight_version=7)
+    found = engine_fields(make_entry(weight_version="8"), ledger)
+    assert (found.weight_version, found.recorded_version) == (7, '"8"')
+    found = engine_fields(make_entry(weight_version="7"), ledger)
+    assert (found.weight_version, found.recorded_version) == (7, None)
 
 
 def npy(values: np.ndarray) -> str:

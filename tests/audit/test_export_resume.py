@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from tests.audit.exports import RUN, json_lines, manifest, put_linear, run_sql
+from tests.audit.exports import RUN, json_lines, manifest, put_linear, put_rollout, run_sql
 from tests.support.entries import make_entry
 from tokencustody import open_store
 from tokencustody.audit import ExportError, ExportOptions, export
@@ -298,3 +299,34 @@ async def test_a_full_disk_is_named_and_leaves_what_can_be_resumed(
     assert not ended.stderr
     assert [path.name for path in out.iterdir()] == ["_progress.jsonl"]
     assert (await export(postgres_url, out, ExportOptions(format=form))).rollouts == 3  # type: ignore[arg-type]
+
+
+async def test_an_export_of_which_everything_is_left_out_leaves_no_folder_after_a_stop_either(
+    store_url: str, tmp_path: Path
+) -> None:
+    await put_rollout(store_url, [make_entry(generation=[])])
+    out = tmp_path / "new" / "out"
+    with stopping_at("an export noted a part", times=1), pytest.raises(asyncio.CancelledError):
+        await export(store_url, out)
+    assert [path.name for path in out.iterdir()] == ["_progress.jsonl"]
+    report = await export(store_url, out)
+    assert (report.all_left_out, report.left_out, report.ok) == (True, {"no_generated_tokens": 1}, False)
+    assert not out.exists()
+
+
+async def test_what_another_version_exported_or_began_is_refused_and_named(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    await put_linear(sqlite_url, 2)
+    await export(sqlite_url, tmp_path / "done")
+    path = tmp_path / "done" / "_manifest.json"
+    path.write_text(json.dumps({**manifest(tmp_path / "done"), "manifest_version": 1}))
+    with pytest.raises(ExportError, match="made rows by other rules"):
+        await export(sqlite_url, tmp_path / "done", retire=True)
+    with stopping_at("an export noted a part", times=1), pytest.raises(asyncio.CancelledError):
+        await export(sqlite_url, tmp_path / "begun", ExportOptions(rows_per_file=1))
+    path = tmp_path / "begun" / "_progress.jsonl"
+    path.write_text(path.read_text().replace('"is_held": true, ', ""))
+    with pytest.raises(ExportError, match="begun by another version"):
+        await export(sqlite_url, tmp_path / "begun", ExportOptions(rows_per_file=1))
+    assert set(await states(sqlite_url)) == {"frozen"}

@@ -34,11 +34,11 @@ class EngineFields:
 def engine_fields(entry: TokenEntry, ledger: Any | None) -> EngineFields:
     """Return the fields of a complete record, of which the ledger knows the weight version better."""
     recorded = _recorded_version(entry)
-    integer = _one_version(recorded)
-    is_all = recorded is None or recorded == integer or recorded == str(integer)
+    version = _one_version(recorded) if ledger is None else int(ledger.weight_version)
+    is_all = recorded is None or (type(recorded) in (int, str) and str(recorded) == str(version))
     return EngineFields(
-        weight_version=integer if ledger is None else int(ledger.weight_version),
-        recorded_version=None if is_all and not isinstance(recorded, bool | float) else _json(recorded),
+        weight_version=version,
+        recorded_version=None if is_all else _json(recorded),
         routed_experts=routed_text(entry.routed_experts),
     )
 

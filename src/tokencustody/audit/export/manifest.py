@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokencustody.audit.export.options import ExportOptions, Format
-from tokencustody.audit.export.report import Exported, ExportReport, LeftOut, Part, Why
+from tokencustody.audit.export.report import Exported, ExportReport, LeftOut, Part, Why, remedy
 from tokencustody.audit.export.rewards import Rewards
 from tokencustody.store.base import now
 
@@ -81,6 +81,7 @@ def make_manifest(
             for part in parts
             if part.rollouts
         ],
+        "what_to_do": {reason: remedy(reason) for reason in sorted({left.reason for left in left_out})},
         "left_out": [asdict(left) for left in left_out],
     }
 

@@ -183,7 +183,8 @@ class ParquetPart:
             if rollout.is_staged_only:
                 found, left_out = staged_chain(rollout)
                 chains = iter(() if found is None else (found,))
-                shape = Shape(1, calls_left_out=len(left_out), whole=not left_out, is_held=not left_out)
+                is_held = not left_out
+                shape = Shape(1, {}, len(left_out), is_held and not rollout.incomplete, is_held)
             else:
                 forest = Forest(rollout, self._rules)
                 chains, left_out, shape = forest.chains(), forest.left_out, forest.shape

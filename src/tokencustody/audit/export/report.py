@@ -158,10 +158,19 @@ class Part:
 
     @classmethod
     def read(cls, document: dict[str, Any]) -> Part:
-        """Return the part that `dataclasses.asdict` made a document of."""
+        """Return the part that `dataclasses.asdict` made a document of.
+
+        Raises ExportError for one of another version of this library.
+        """
+        try:
+            rollouts = tuple(Exported(**each) for each in document["rollouts"])
+        except TypeError:
+            raise ExportError(
+                "the export was begun by another version of tokencustody; finish it with that, or name a new folder"
+            ) from None
         return cls(
             tuple(WrittenFile(**each) for each in document["files"]),
-            tuple(Exported(**each) for each in document["rollouts"]),
+            rollouts,
             tuple(LeftOut(**each) for each in document["left_out"]),
             (document["after"][0], document["after"][1]),
         )
