@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from tests.migrations import probes
+from tests.support.rollouts import linear_rollout
+from tokencustody import open_store
 from tokencustody.cli.db import db
-from tokencustody.errors import StoreUnavailableError
+from tokencustody.errors import SchemaMismatchError, StoreUnavailableError
 from tokencustody.sql import migrate
 from tokencustody.sql.url import parse_url
 
@@ -100,3 +106,56 @@ def test_an_unreachable_database_is_an_expected_error() -> None:
     )
     assert isinstance(result.exception, StoreUnavailableError)
     assert "not-to-be-seen" not in result.output + str(result.exception)
+
+
+def test_a_downgrade_that_is_refused_on_its_way_says_that_no_step_is_kept(empty_url: str) -> None:
+    async def fill() -> None:
+        async with open_store(empty_url) as store:
+            for turn in linear_rollout(3):
+                await store.sink.put(turn.entry)
+
+    migrate.upgrade(empty_url)
+    asyncio.run(fill())
+    before = probes.catalogue(empty_url), probes.routines(empty_url)
+    refused = run("downgrade", "--url", empty_url, "--revision", "0001_capture", "--yes", code=1)
+    assert "undid 0004_audit" in refused.output
+    assert "steps above not kept" in refused.output
+    assert isinstance(refused.exception, SchemaMismatchError)
+    assert (
+        f"nothing was changed, {parse_url(empty_url).display} is on revision {migrate.HEAD} as before"
+        in str(refused.exception)
+    )
+    assert migrate.check(empty_url) == []
+    assert (probes.catalogue(empty_url), probes.routines(empty_url)) == before
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_downgrade_that_is_killed_on_its_way_leaves_all_as_it_was(empty_url: str, step: int) -> None:
+    migrate.upgrade(empty_url)
+    before = probes.catalogue(empty_url), probes.routines(empty_url)
+    killed = """
+import os, signal, sys
+from tokencustody.sql import migrate
+steps = []
+def progress(step):
+    steps.append(step)
+    if len(steps) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+migrate.downgrade(sys.argv[1], "base", progress=progress)
+"""
+    done = subprocess.run([sys.executable, "-c", killed, empty_url, str(step)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert migrate.check(empty_url) == []
+    assert (probes.catalogue(empty_url), probes.routines(empty_url)) == before
+
+
+def test_an_upgrade_at_head_makes_a_lost_view_anew(empty_url: str) -> None:
+    migrate.upgrade(empty_url)
+    before = probes.routines(empty_url)
+    probes.run_script(empty_url, "DROP VIEW audit_calls; DROP VIEW audit_staging")
+    assert run("upgrade", "--url", empty_url).output.splitlines()[:2] == [
+        "made anew: view audit_calls",
+        "made anew: view audit_staging",
+    ]
+    assert migrate.check(empty_url) == []
+    assert probes.routines(empty_url) == before

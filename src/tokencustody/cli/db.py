@@ -9,6 +9,8 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from tokencustody.cli.printing import plural
+
 Result = TypeVar("Result")
 
 db = typer.Typer(help="Create, upgrade and check the tables of a database.", no_args_is_help=True)
@@ -38,7 +40,7 @@ def upgrade(
     """Bring a database to the newest revision, in one transaction."""
     from tokencustody.sql import migrate
 
-    before, after = _known(lambda: migrate.upgrade(url, revision, progress=typer.echo))
+    before, after = _in_steps(lambda progress: migrate.upgrade(url, revision, progress=progress))
     _say_change(url, before, after)
 
 
@@ -56,7 +58,7 @@ def downgrade(
         typer.confirm(
             f"Downgrade {shown} to {revision} and lose what it has no place for?", abort=True, err=True
         )
-    before, after = _known(lambda: migrate.downgrade(url, revision, progress=typer.echo))
+    before, after = _in_steps(lambda progress: migrate.downgrade(url, revision, progress=progress))
     _say_change(url, before, after)
 
 
@@ -107,6 +109,26 @@ def sql(
     if target is None:
         raise typer.BadParameter("give --dialect or --url")
     typer.echo(_known(lambda: migrate.sql(target, revision)), nl=False)
+
+
+def _in_steps(work: Callable[[Callable[[str], None]], Result]) -> Result:
+    """Print each step of a migration as it is made, and that none is kept when one of them fails."""
+    made: list[str] = []
+
+    def progress(step: str) -> None:
+        made.append(step)
+        typer.echo(step)
+
+    try:
+        return _known(lambda: work(progress))
+    except BaseException:
+        if made:
+            typer.echo(
+                f"{plural(len(made), 'step')} above not kept, for a migration happens whole or not at all; "
+                "`tokencustody db current` tells the revision",
+                err=True,
+            )
+        raise
 
 
 def _known(work: Callable[[], Result]) -> Result:

@@ -226,7 +226,12 @@ def _run(
             config.attributes["on_version_apply"] = lambda *, step, **_: progress(
                 f"{'applied' if step.is_upgrade else 'undid'} {step.up_revision_id}"
             )
-        run(command, config)
+        try:
+            run(command, config)
+        except SchemaMismatchError as exc:
+            raise SchemaMismatchError(
+                f"{exc}; nothing was changed, {url.display} is on revision {before.revision} as before"
+            ) from None
         after = _stored(connection).revision
         if after is None:
             # Alembic leaves its own table behind, empty.

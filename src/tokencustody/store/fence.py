@@ -145,12 +145,15 @@ def lock_fence_txn(connection: Connection, key: RolloutKey, stamp: Stamp, *, exc
             _add_version_txn(connection, key, 0, VersionEvent.OPEN, stamp.by, stamp.at, stamp.opening_id)
 
 
+_TOO_LATE = "came too late and changes nothing: discard it, and neither drop nor mark the rollout for it"
+
+
 def refuse_if_frozen(fence: Fence, key: RolloutKey, what: str) -> None:
     """Raise TokenCaptureFrozenError or TokenCaptureRetiredError unless the fence is open."""
     refuse_if_retired(fence, key, what)
     if fence.state is FenceState.FROZEN:
         raise TokenCaptureFrozenError(
-            f"rollout {key.rollout_id} of run {key.run} is frozen: {what} came too late; drop it"
+            f"rollout {key.rollout_id} of run {key.run} is frozen: {what} {_TOO_LATE}"
         )
 
 
@@ -158,7 +161,7 @@ def refuse_if_retired(fence: Fence, key: RolloutKey, what: str) -> None:
     """Raise TokenCaptureRetiredError when the rollout is retired."""
     if fence.state is FenceState.RETIRED:
         raise TokenCaptureRetiredError(
-            f"rollout {key.rollout_id} of run {key.run} is retired: {what} came too late; drop it"
+            f"rollout {key.rollout_id} of run {key.run} is retired: {what} {_TOO_LATE}"
         )
 
 
