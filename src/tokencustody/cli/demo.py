@@ -23,7 +23,7 @@ from rich.progress import (
 )
 
 from tokencustody.cli import interrupts
-from tokencustody.cli.printing import console, printable
+from tokencustody.cli.printing import console, printable, program
 from tokencustody.demo.tasks import MAX_TURNS, plan_rollouts
 
 if TYPE_CHECKING:
@@ -236,10 +236,10 @@ def _next_steps(url: str, run: str, report: Report) -> str:
     return f"""
 The run {run} stays in {parsed.display}
 
-  tokencustody rollouts {where}
-  tokencustody show {report.shown_rollout} {where}
-  tokencustody verify {where}
-  tokencustody export {run} {where}
+  {program()} rollouts {where}
+  {program()} show {report.shown_rollout} {where}
+  {program()} verify {where}
+  {program()} export {run} {where}
 
-Three questions for `tokencustody sql`, or {"sqlite3" if parsed.is_sqlite else "psql"}:
+Three questions for `{program()} sql`, or {"sqlite3" if parsed.is_sqlite else "psql"}:
 {_QUESTIONS.format(run=run)}"""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -45,6 +48,19 @@ def print_error(exc: Exception) -> None:
 
     Console(stderr=True).print("error:", style="bold red", end=" ")
     print(printable(denied(exc) or str(exc)), file=sys.stderr)  # noqa: T201 - Rich would read brackets as markup
+
+
+def program() -> str:
+    """Return how a person starts this program in the shell that it was started from."""
+    script = Path(sys.executable).with_name("tokencustody")
+    if shutil.which("tokencustody") == str(script):
+        return "tokencustody"
+    if not script.exists():
+        return f"{shlex.quote(sys.executable)} -m tokencustody"
+    here = Path.cwd()
+    # In a folder of its own, or the shell would look for it on the path.
+    is_below = here != script.parent and script.is_relative_to(here)
+    return shlex.quote(str(script.relative_to(here) if is_below else script))
 
 
 def plural(count: int, noun: str) -> str:
