@@ -29,6 +29,10 @@ class InvalidRecordError(ValueError):
     """A value was refused before any transaction started. The message names the field."""
 
 
+class LoneSurrogateError(InvalidRecordError):
+    """A conversation item holds text that UTF-8 cannot carry. The message names the item and the field."""
+
+
 class EntryTooLargeError(InvalidRecordError):
     """A call takes more bytes than the store accepts. The message says how many, and names the option."""
 

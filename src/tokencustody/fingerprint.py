@@ -13,42 +13,40 @@ from typing import Any
 
 import orjson
 
+from tokencustody.errors import InvalidRecordError, LoneSurrogateError
+
 FINGERPRINT_VERSION = 2
 ASSISTANT_DOMAIN = b"nemo-gym-lineage"
 CONTEXT_DOMAIN = b"nemo-gym-lineage-context"
 
-_TAGS = [bytes((tag,)) for tag in range(8)]
+_TAGS = [bytes((tag,)) for tag in range(9)]
 _TEXT_TYPES = ("", "text", "input_text", "output_text")
 
 
 def assistant_fingerprint(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the SHA-256 (hex) of the model-authored items alone, or "" when there are none.
 
-    Raises ValueError for a message that is not an object or has content of no known shape.
+    Raises InvalidRecordError (a ValueError) that names the item: one that is no object or has content of no known
+    shape, and as LoneSurrogateError text that UTF-8 cannot carry.
     """
-    hasher = _FieldHasher(ASSISTANT_DOMAIN)
+    hasher = FieldHasher(ASSISTANT_DOMAIN)
     authored = False
-    for message in messages:
-        _require_object(message)
+    for index, message in enumerate(messages):
+        require_object(index, message)
         if message.get("role") != "assistant" and message.get("type") != "function_call":
             continue
         authored = True
-        for kind, payload in _content_parts(message.get("content")):
-            hasher.add(0, kind)
-            hasher.add(1, payload)
-        if _is_plain(message):
-            continue
-        for call_id, name, arguments in _tool_calls(message):
-            hasher.add(2, call_id)
-            hasher.add(3, name)
-            hasher.add(4, arguments)
+        try:
+            add_authored(hasher, message)
+        except ValueError as exc:
+            raise item_error(index, message, exc) from None
     return hasher.hexdigest() if authored else ""
 
 
 def conversation_digest(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the SHA-256 (hex) of every item: roles, content, tool calls and tool results, in order.
 
-    Raises ValueError for a message that is not an object or has content of no known shape.
+    Raises InvalidRecordError as `assistant_fingerprint` does.
     """
     return prefix_digests(messages, {len(messages)})[len(messages)]
 
@@ -56,67 +54,156 @@ def conversation_digest(messages: Sequence[Mapping[str, Any]]) -> str:
 def prefix_digests(messages: Sequence[Mapping[str, Any]], lengths: Collection[int]) -> dict[int, str]:
     """Return the `conversation_digest` of the first n items for each n of `lengths`, in one pass.
 
-    Raises ValueError as `conversation_digest` for the items it reads; a length beyond the items has no digest.
+    Raises InvalidRecordError as `conversation_digest` for the items it reads; a length beyond them has no digest.
     """
-    hasher = _FieldHasher(CONTEXT_DOMAIN)
+    hasher = FieldHasher(CONTEXT_DOMAIN)
     digests = {0: hasher.hexdigest()} if 0 in lengths else {}
     for length, message in enumerate(messages[: max(lengths, default=0)], start=1):
-        _require_object(message)
-        hasher.add(0, _text(message.get("role") or message.get("type")))
-        for kind, payload in _content_parts(message.get("content")):
-            hasher.add(1, kind)
-            hasher.add(2, payload)
-        if not _is_plain(message):
-            for call_id, name, arguments in _tool_calls(message):
-                hasher.add(3, call_id)
-                hasher.add(4, name)
-                hasher.add(5, arguments)
-            for call_id, output in _tool_results(message):
-                hasher.add(6, call_id)
-                hasher.add(7, output)
+        require_object(length - 1, message)
+        try:
+            add_whole(hasher, message)
+        except ValueError as exc:
+            raise item_error(length - 1, message, exc) from None
         if length in lengths:
             digests[length] = hasher.hexdigest()
     return digests
 
 
 def canonicalize_tool_arguments(value: Any) -> str:
-    """Return tool arguments as canonical JSON: None is "", a string that is not JSON is itself without margins."""
+    """Return tool arguments as canonical JSON: None is "", a string that is not JSON is itself without margins.
+
+    So is a string whose JSON orjson cannot print, such as integers of 20 digits, an escaped lone surrogate or 300
+    levels: a model may write what it likes.
+    """
     if value is None:
         return ""
     if not isinstance(value, str):
         return canonical_json(value)
     try:
         # The standard parser also takes NaN and Infinity, which canonical JSON then prints as null.
-        parsed = json.loads(value)
-    except RecursionError:
-        raise ValueError("tool arguments are nested too deeply") from None
-    except ValueError:
+        return _orjson_text(json.loads(value))
+    except (ValueError, TypeError, RecursionError):
         return value.strip()
-    return canonical_json(parsed)
 
 
 def canonical_json(value: Any) -> str:
-    """Return sorted, compact, unescaped JSON as orjson prints it. Raises ValueError for what JSON cannot carry."""
+    """Return sorted, compact, unescaped JSON as orjson prints it. Raises ValueError for what JSON cannot carry.
+
+    What only the standard library prints (integers beyond 64 bits, lone surrogates, 300 levels) is as that writes it.
+    """
     try:
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+        return _orjson_text(value)
     except TypeError as exc:
+        if (odd := _odd_json(value)) is not None:
+            return odd
         raise ValueError(f"{type(value).__name__} in a message is not canonical JSON: {exc}") from None
 
 
-class _FieldHasher:
+class FieldHasher:
+    """SHA-256 of a domain and of tagged fields."""
+
     def __init__(self, domain: bytes) -> None:
         self._sha256 = hashlib.sha256(domain)
         # Hashed together: conversations have thousands of short fields.
         self._fields: list[bytes] = []
 
     def add(self, tag: int, text: str) -> None:
+        """Add a field. Raises UnicodeEncodeError for a lone surrogate."""
         data = text.encode()
         self._fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
 
+    def add_arguments(self, tag: int, text: str) -> None:
+        """Add the arguments of a tool call, which may be any text that a model wrote."""
+        data = text.encode("utf-8", "surrogatepass")
+        self._fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
+
     def hexdigest(self) -> str:
+        """Return the hash of the fields so far; more may be added."""
         self._sha256.update(b"".join(self._fields))
         self._fields.clear()
         return self._sha256.hexdigest()
+
+
+def add_authored(hasher: FieldHasher, message: Mapping[str, Any]) -> None:
+    """Add the content and the tool calls of an item that the model wrote."""
+    for kind, payload in _content_parts(message.get("content")):
+        hasher.add(0, kind)
+        hasher.add(1, payload)
+    if _is_plain(message):
+        return
+    for call_id, name, arguments in _tool_calls(message):
+        hasher.add(2, call_id)
+        hasher.add(3, name)
+        hasher.add_arguments(4, arguments)
+
+
+def add_whole(hasher: FieldHasher, message: Mapping[str, Any]) -> None:
+    """Add who speaks in an item, its content, tool calls and tool results."""
+    hasher.add(0, _text(message.get("role") or message.get("type")))
+    for kind, payload in _content_parts(message.get("content")):
+        hasher.add(1, kind)
+        hasher.add(2, payload)
+    if _is_plain(message):
+        return
+    for call_id, name, arguments in _tool_calls(message):
+        hasher.add(3, call_id)
+        hasher.add(4, name)
+        hasher.add_arguments(5, arguments)
+    for call_id, output in _tool_results(message):
+        hasher.add(6, call_id)
+        hasher.add(7, output)
+
+
+def require_object(index: int, message: Any) -> None:
+    """Raise InvalidRecordError unless an item is an object."""
+    if type(message) is not dict and not isinstance(message, Mapping):
+        raise InvalidRecordError(f"items[{index}] must be an object, not {type(message).__name__}")
+
+
+def item_error(index: int, message: Mapping[str, Any], error: ValueError) -> InvalidRecordError:
+    """Return the error that names the item, and the field with a lone surrogate, that could not be hashed."""
+    if not isinstance(error, UnicodeEncodeError):
+        return InvalidRecordError(f"items[{index}]: {error}")
+    place = _place_of_lone_surrogate(message)
+    return LoneSurrogateError(f"items[{index}]{place}: a lone surrogate, which UTF-8 cannot carry")
+
+
+def _orjson_text(value: Any) -> str:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+
+
+def _odd_json(value: Any) -> str | None:
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    inside = [value]
+    while inside:
+        each = inside.pop()
+        if isinstance(each, dict):
+            # The standard library prints other keys as text, so that 1 and "1" would be one key.
+            if not all(isinstance(key, str) for key in each):
+                return None
+            inside += each.values()
+        elif isinstance(each, list | tuple):
+            inside += each
+    return text
+
+
+def _place_of_lone_surrogate(message: Any) -> str:
+    inside = [("", message)]
+    while inside:
+        place, value = inside.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return place
+        elif isinstance(value, Mapping):
+            inside += [(f"{place}.{key}", each) for key, each in value.items() if key != "arguments"][::-1]
+        elif isinstance(value, list | tuple):
+            inside += [(f"{place}[{number}]", each) for number, each in enumerate(value)][::-1]
+    return ""
 
 
 def _is_plain(message: Mapping[str, Any]) -> bool:
@@ -127,11 +214,6 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
         and message.get("type") in (None, "message")
         and not message.get("tool_calls")
     )
-
-
-def _require_object(message: Any) -> None:
-    if type(message) is not dict and not isinstance(message, Mapping):
-        raise ValueError(f"a message must be an object, not {type(message).__name__}")
 
 
 def _text(value: Any) -> str:

@@ -1,39 +1,42 @@
 """The pure parent matcher: which committed call does a request continue?
 
 A request continues a call when the model-authored part of its history is the call's own history plus output (the
-continuation fingerprint) and the call's recorded request still opens it (the context digest). Fewer or more than
-one such call is never decided by a guess.
+continuation fingerprint), the call's recorded request still opens it (the context digest), and an answer follows
+there. Fewer or more than one such call is never decided by a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from tokencustody.errors import LineageError
+from tokencustody.errors import InvalidRecordError, LineageError, LoneSurrogateError
 from tokencustody.fingerprint import (
     FINGERPRINT_VERSION,
     assistant_fingerprint,
     conversation_digest,
     prefix_digests,
 )
+from tokencustody.fingerprint_v3 import (
+    FINGERPRINT_VERSION_3,
+    assistant_fingerprint_v3,
+    hashes_noise,
+    is_authored,
+    is_input,
+    left_out,
+    plain,
+    prefix_digests_v3,
+)
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus, TokenEntry, compute_digest
 
 NO_MATCH = "no_match"
 AMBIGUOUS = "ambiguous"
+UNHASHED_ITEMS = "unhashed_items"
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A committed call as the matcher sees it: no tokens, only what proves that a request continues it."""
-
-    model_call_id: str
-    context_len: int
-    context_digest: str
-    digest: str | None
-    cum_len: int | None
+MOST_FINGERPRINTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +50,36 @@ class Continuation:
 
 
 def continuation_of(
-    request_items: Sequence[dict[str, Any]], response_items: Sequence[dict[str, Any]]
+    request_items: Sequence[dict[str, Any]],
+    response_items: Sequence[dict[str, Any]],
+    *,
+    response_name: str = "response_items",
 ) -> Continuation:
     """Return by what a request is known that continues a call: `request_items` answered with `response_items`.
 
-    Raises ValueError for items that cannot be hashed.
+    The hashes are of version 2, which Gym reads too, unless that leaves out content of the context or of what the
+    model wrote (docs/lineage.md). Raises InvalidRecordError (a ValueError) that names the item and the field for
+    items that cannot be hashed; it calls the answer `response_name`.
     """
-    return Continuation(
-        assistant_fingerprint([*request_items, *response_items]),
-        len(request_items),
-        conversation_digest(request_items),
-        FINGERPRINT_VERSION,
-    )
+    length = len(request_items)
+    digest = _naming("request_items", request_items, conversation_digest)
+    _naming(response_name, response_items, assistant_fingerprint_v3)
+    whole = [*request_items, *response_items]
+    answer = [item for item in response_items if is_authored(item)]
+    if any(map(left_out, request_items)) or any(map(left_out, answer)) or hashes_noise(request_items):
+        digest = prefix_digests_v3(request_items, {length})[length]
+        return Continuation(assistant_fingerprint_v3(whole), length, digest, FINGERPRINT_VERSION_3)
+    return Continuation(assistant_fingerprint(whole), length, digest, FINGERPRINT_VERSION)
 
 
 def stamp_continuation(entry: TokenEntry, request_items: list[dict[str, Any]]) -> TokenEntry:
     """Fill the continuation fields of `entry` in place from its request and its output items, and return it.
 
-    Entries without them are invisible to resolution. Raises ValueError for items that cannot be hashed.
+    `request_items` should be those that `resolve` was asked with, such as `request_items` of the request's body.
+    Entries without these fields are invisible to resolution. Raises InvalidRecordError (a ValueError) that names the
+    item and the field for items that cannot be hashed.
     """
-    made = continuation_of(request_items, entry.output_items)
+    made = continuation_of(request_items, entry.output_items, response_name="output_items")
     entry.continuation_fingerprint = made.fingerprint
     entry.continuation_context_len = made.context_len
     entry.continuation_context_digest = made.context_digest
@@ -74,27 +87,135 @@ def stamp_continuation(entry: TokenEntry, request_items: list[dict[str, Any]]) -
     return entry
 
 
-def choose_parent(
-    candidates: Iterable[Candidate], request_items: Sequence[dict[str, Any]]
-) -> Candidate | str:
-    """Return the one call that `request_items` continue, or the reason why there is none.
+def _naming(name: str, items: Sequence[dict[str, Any]], hashing: Callable[[Any], str]) -> str:
+    try:
+        return hashing(items)
+    except InvalidRecordError as exc:
+        raise type(exc)(str(exc).replace("items", name, 1)) from None
 
-    `candidates` all carry the request's fingerprint. Calls with the same non-empty digest and length hold the same
-    sequence, so the smallest call id stands for them all.
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A committed call as the matcher sees it: no tokens, only what proves that a request continues it.
+
+    Where `is_parent` is false it is never named, and still makes a choice ambiguous. A call whose sequence is not
+    known (it has several) has no `digest`.
     """
-    known = [c for c in candidates if 0 <= c.context_len <= len(request_items)]
-    digests = prefix_digests(request_items, {c.context_len for c in known})
-    matching = sorted(
-        (c for c in known if c.context_digest == digests[c.context_len]), key=lambda c: c.model_call_id
-    )
-    if not matching:
-        return NO_MATCH
-    first = matching[0]
-    if len(matching) > 1:
+
+    model_call_id: str
+    context_len: int
+    context_digest: str
+    digest: str | None
+    cum_len: int | None
+    fingerprint: str
+    version: int | None
+    is_parent: bool = True
+
+
+class Request:
+    """The items of a request, and the hashes by which its parent is found.
+
+    Raises InvalidRecordError that names the item for items that cannot be hashed.
+    """
+
+    def __init__(self, items: Sequence[dict[str, Any]]) -> None:
+        self.items = items
+        self._v2 = assistant_fingerprint(items)
+        self._v3 = assistant_fingerprint_v3(items)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether there is nothing in it that a model wrote."""
+        return not self._v3
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """The continuation fingerprints that a candidate may have, at most `MOST_FINGERPRINTS`."""
+        return list(dict.fromkeys((self._v2, self._v3, *self._echoed, self._whole)))
+
+    def matching(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Return the candidates that it may continue, by call id.
+
+        Those whose hashes are its own come first; where there are none, those that it echoes in another form: with
+        thinking in its content, or its last answer as another dialect writes it.
+        """
+        known = [c for c in candidates if 0 <= c.context_len < len(self.items)]
+        v2 = [c for c in known if c.version in (None, FINGERPRINT_VERSION)]
+        v3 = [c for c in known if c.version == FINGERPRINT_VERSION_3 and c.fingerprint == self._v3]
+        digests = prefix_digests(self.items, {c.context_len for c in v2})
+        digests_v3 = prefix_digests_v3(self.items, {c.context_len for c in v3})
+        opening = [c for c in v2 if c.context_digest == digests[c.context_len]]
+        found = [c for c in opening if c.fingerprint == self._v2]
+        found += [c for c in v3 if c.context_digest == digests_v3[c.context_len]]
+        if not found:
+            found = [c for c in opening if c.fingerprint in self._echoed]
+            whole = [c for c in v2 if c.fingerprint == self._whole and c not in found]
+            digests = prefix_digests(self._plain, {c.context_len for c in whole})
+            found += [c for c in whole if c.context_digest == digests[c.context_len]]
+        return sorted(found, key=lambda c: c.model_call_id)
+
+    def covers(self, candidate: Candidate) -> bool:
+        """Return whether the hashes of a candidate that matches say all that the request says of it."""
+        return candidate.version == FINGERPRINT_VERSION_3 or candidate.context_len <= self._covered
+
+    def answers(self, candidate: Candidate) -> bool:
+        """Return whether an answer follows the context of a candidate, and not what somebody else said.
+
+        An empty answer has no hash, so a request that leaves it out would continue it.
+        """
+        return not is_input(self.items[candidate.context_len])
+
+    @cached_property
+    def _plain(self) -> list[Any]:
+        return [plain(item, keep_arguments=True) for item in self.items]
+
+    @cached_property
+    def _echoed(self) -> tuple[str, str]:
+        """The version 2 fingerprints with the last answer in its plain form, its arguments as they are and plain."""
+        end = len(self.items)
+        while end and is_input(self.items[end - 1]):
+            end -= 1
+        start = end
+        while start and not is_input(self.items[start - 1]):
+            start -= 1
+        context, answer = self.items[:start], self.items[start:end]
+        changed = [plain(item) for item in answer]
+        if changed == list(answer):
+            return self._v2, self._v2
+        return assistant_fingerprint([*context, *self._plain[start:end]]), assistant_fingerprint(
+            [*context, *changed]
+        )
+
+    @cached_property
+    def _whole(self) -> str:
+        """The version 2 fingerprint with every item in its plain form."""
+        return self._v2 if self._plain == list(self.items) else assistant_fingerprint(self._plain)
+
+    @cached_property
+    def _covered(self) -> int:
+        """How many items version 2 covers from the start; -1, if it leaves out something that a model wrote."""
+        uncovered = [number for number, item in enumerate(self.items) if left_out(item)]
+        if any(is_authored(self.items[number]) for number in uncovered):
+            return -1
+        return min(uncovered, default=len(self.items))
+
+
+def choose_parent(candidates: Iterable[Candidate], request: Request) -> Candidate | str:
+    """Return the one call that `request` continues, or the reason why there is none.
+
+    Calls with the same non-empty digest and length hold the same sequence, so the smallest call id stands for them
+    all.
+    """
+    matching = request.matching(candidates)
+    parents = [c for c in matching if c.is_parent and request.answers(c)]
+    covered = [c for c in parents if request.covers(c)]
+    if parents and not covered:
+        return UNHASHED_ITEMS
+    if len({c.model_call_id for c in matching}) > 1:
         sequences = {(c.digest, c.cum_len) for c in matching}
-        if len(sequences) > 1 or not first.digest or first.cum_len is None:
+        if len(sequences) > 1 or not matching[0].digest or matching[0].cum_len is None:
             return AMBIGUOUS
-    return first
+    return covered[0] if covered else NO_MATCH
 
 
 def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
@@ -157,11 +278,13 @@ def unresolved(reason: str) -> LineageResolution:
 class RolloutLineage:
     """The matcher over one rollout's complete records, held in memory.
 
-    Not thread-safe. A call id that arrives with two payloads stops being a candidate.
+    Not thread-safe. A call id that arrives with two payloads is no parent any more, and leaves none of its payloads'
+    twins as the only one.
     """
 
     entries: dict[str, TokenEntry] = field(default_factory=dict)
     conflicting: set[str] = field(default_factory=set)
+    _others: dict[str, TokenEntry] = field(default_factory=dict, init=False, repr=False)
 
     def add_entry(self, entry: TokenEntry) -> None:
         """Add a committed record. The same record again is a no-op."""
@@ -169,32 +292,21 @@ class RolloutLineage:
         # By text: two NaN are never equal, and 0.0 equals -0.0.
         if known is not entry and repr(known) != repr(entry):
             self.conflicting.add(entry.model_call_id)
+            self._others[repr(entry)] = entry
 
     def resolve(self, request_items: Sequence[dict[str, Any]]) -> LineageResolution:
         """Return whether the request is a root, resolved to one parent, or unresolved and why.
 
-        Raises ValueError for items that cannot be hashed, LineageError for a parent whose delta chain does not
-        check out.
+        Raises InvalidRecordError (a ValueError) that names the item for items that cannot be hashed, LineageError for
+        a parent whose delta chain does not check out.
         """
-        fingerprint = assistant_fingerprint(request_items)
-        if not fingerprint:
-            return ROOT
-        choice = choose_parent(
-            (
-                Candidate(
-                    e.model_call_id,
-                    e.continuation_context_len,
-                    e.continuation_context_digest,
-                    e.digest,
-                    e.cum_len,
-                )
-                for e in self.entries.values()
-                if e.continuation_fingerprint == fingerprint
-                and e.fingerprint_version in (None, FINGERPRINT_VERSION)
-                and e.model_call_id not in self.conflicting
-            ),
-            request_items,
-        )
+        try:
+            request = Request(request_items)
+            if request.is_root:
+                return ROOT
+            choice = choose_parent(self._candidates(request.fingerprints), request)
+        except LoneSurrogateError:
+            choice = UNHASHED_ITEMS
         if isinstance(choice, str):
             return unresolved(choice)
         chain = [self.entries[choice.model_call_id]]
@@ -207,3 +319,18 @@ class RolloutLineage:
             chain.append(parent)
         tokens = join_chain(chain[::-1])
         return resolved(chain[0].model_call_id, chain[0].digest or compute_digest(tokens), tokens)
+
+    def _candidates(self, fingerprints: Sequence[str]) -> Iterator[Candidate]:
+        for entry in (*self.entries.values(), *self._others.values()):
+            if entry.continuation_fingerprint in fingerprints:
+                is_parent = entry.model_call_id not in self.conflicting
+                yield Candidate(
+                    entry.model_call_id,
+                    entry.continuation_context_len,
+                    entry.continuation_context_digest,
+                    entry.digest if is_parent else None,
+                    entry.cum_len,
+                    entry.continuation_fingerprint,
+                    entry.fingerprint_version,
+                    is_parent,
+                )

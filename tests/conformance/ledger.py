@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.conformance.memory import Memory, Rollout
 from tokencustody.errors import RolloutRetiredError
-from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint, conversation_digest
-from tokencustody.lineage import NO_MATCH, Candidate, choose_parent, unresolved
+from tokencustody.fingerprint import FINGERPRINT_VERSION, conversation_digest
+from tokencustody.lineage import NO_MATCH, Candidate, Request, choose_parent, unresolved
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus
 from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, ManifestFailure, RolloutManifest
@@ -95,18 +95,20 @@ class MemoryLedger(Memory):
         return self.resolve_rows(self.rollout(rollout_id), request_items)
 
     def resolve_rows(self, rollout: Rollout, request_items: list[dict[str, Any]]) -> LineageResolution:
-        fingerprint = assistant_fingerprint(request_items)
+        request = Request(request_items)
         candidates = [
             Candidate(
                 call,
                 *self.context(commit),
                 commit.record.cumulative_hash,
                 commit.record.cum_len,
+                commit.record.continuation_fingerprint or "",
+                FINGERPRINT_VERSION,
             )
             for call, commit in rollout.calls.items()
-            if commit.record.continuation_fingerprint == fingerprint and self.is_candidate(commit.record)
+            if self.is_candidate(commit.record)
         ]
-        choice = choose_parent(candidates, request_items)
+        choice = choose_parent(candidates, request)
         if isinstance(choice, str):
             return unresolved(choice)
         match = self.match(rollout.calls[choice.model_call_id])

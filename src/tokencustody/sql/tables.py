@@ -202,6 +202,11 @@ failures = Table(
     Column("differing_fields", Text, nullable=False),
     Column("recorded_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
+    # By what a request is known that continues the second payload. Conflicts before revision 0005 have none.
+    Column("second_fingerprint", Text),
+    Column("second_fingerprint_version", BigInteger),
+    Column("second_context_len", BigInteger),
+    Column("second_context_digest", Text),
     PrimaryKeyConstraint("run", "rollout_id", "version", name="pk_failures"),
     _belongs_to_fence("failures"),
     _one_of("kind", FailureKind, "ck_failures_kind"),

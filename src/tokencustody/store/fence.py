@@ -206,8 +206,12 @@ def fail_txn(
     first: str | None = None,
     second: str | None = None,
     differing: str = "",
+    **second_payload: Any,
 ) -> None:
-    """Mark an exclusively locked rollout incomplete, with the evidence in `failures`."""
+    """Mark an exclusively locked rollout incomplete, with the evidence in `failures`.
+
+    `second_payload` fills the columns that say how the second payload of a conflict is continued.
+    """
     version = advance_txn(connection, key, fence, event, stamp, model_call_id=model_call_id, incomplete=True)
     connection.execute(
         _ADD_FAILURE,
@@ -221,7 +225,8 @@ def fail_txn(
             "differing_fields": differing,
             "recorded_at": stamp.at,
             "written_by": stamp.by,
-        },
+        }
+        | second_payload,
     )
 
 

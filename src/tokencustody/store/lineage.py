@@ -6,16 +6,19 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, or_, select
+from sqlalchemy import Connection, Select, and_, bindparam, false, func, null, select, union_all
 
-from tokencustody.errors import InvalidRecordError
-from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
+from tokencustody.errors import InvalidRecordError, LoneSurrogateError
 from tokencustody.lineage import (
+    MOST_FINGERPRINTS,
     NO_MATCH,
     ROOT,
+    UNHASHED_ITEMS,
     Candidate,
+    Request,
     check_recorded,
     choose_parent,
     resolved,
@@ -25,11 +28,11 @@ from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus
 from tokencustody.sql.chains import unpack_chain
 from tokencustody.sql.id_columns import PackedIds, digest_of_ids
-from tokencustody.sql.tables import entries, ledger_calls
+from tokencustody.sql.tables import entries, failures, ledger_calls
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey, of_rollout
 from tokencustody.store.ids import check_rollout_id
-from tokencustody.store.reading import IS_CONFLICTING, chain_txn
+from tokencustody.store.reading import IS_CONFLICTING, chain_txn, is_conflicting
 from tokencustody.store.sequences import KnownSequence, KnownSequences
 
 
@@ -51,30 +54,35 @@ class SqlLineageResolver(SqlStore):
             raise InvalidRecordError(
                 f"request_items must be a list of items, not {type(request_items).__name__}"
             )
-        with _naming_request_items():
-            fingerprint = assistant_fingerprint(request_items)
-        if not fingerprint:
-            return ROOT
-
-        def choose(connection: Connection, candidates: Any) -> tuple[Candidate | str, dict[str, Any]]:
-            found = connection.execute(candidates, key.named(fingerprint=fingerprint))
-            rows = {row.model_call_id: row for row in found}
+        try:
             with _naming_request_items():
-                return choose_parent([Candidate(*row[:5]) for row in rows.values()], request_items), rows
+                request = Request(request_items)
+            return ROOT if request.is_root else await self._resolve(key, request)
+        except LoneSurrogateError:
+            return unresolved(UNHASHED_ITEMS)
+
+    async def _resolve(self, key: RolloutKey, request: Request) -> LineageResolution:
+        # Of each name there is a branch of the query, which finds nothing for NULL.
+        asked = key.named(**dict(zip_longest(_NAMES, request.fingerprints)))
+
+        def choose(rows: Sequence[Any], others: Sequence[Any] = ()) -> tuple[Candidate | str, Any]:
+            with _naming_request_items():
+                choice = choose_parent(map(_candidate, (*rows, *others)), request)
+            named = choice.model_call_id if isinstance(choice, Candidate) else None
+            return choice, next((row for row in rows if row.is_parent and row.model_call_id == named), None)
 
         def decide(connection: Connection) -> LineageResolution | _Parent:
-            choice, rows = choose(connection, _CANDIDATES)
+            complete = connection.execute(_CANDIDATES, asked).all()
+            choice, row = choose(complete)
             if isinstance(choice, Candidate):
-                row = rows[choice.model_call_id]
                 known = None if row.prompt_is_delta else sequences.find(key, choice.model_call_id)
                 if known is not None and known.payload_sha256 == row.payload_sha256:
                     return _Parent(row, known=known)
                 return _Parent(row, chain=chain_txn(connection, key, choice.model_call_id))
             if choice == NO_MATCH:
-                choice, rows = choose(connection, _LEDGER_CANDIDATES)
-            if isinstance(choice, Candidate):
-                return _resolved_to_ledger(rows[choice.model_call_id])
-            return unresolved(choice)
+                # A complete record that conflicts leaves no row of the ledger as the only one either.
+                choice, row = choose(connection.execute(_LEDGER_CANDIDATES, asked).all(), complete)
+            return unresolved(choice) if isinstance(choice, str) else _resolved_to_ledger(row)
 
         with self._database.doors() as doors:
             sequences = doors.kept(KnownSequences)
@@ -84,38 +92,71 @@ class SqlLineageResolver(SqlStore):
         return _resolved(sequences, key, decision)
 
 
-_CALL = entries.c
-_CANDIDATES = select(
+_CALL, _SECOND, _RECORDED = entries.c, failures.c, ledger_calls.c
+_NAMES = [f"fingerprint_{number}" for number in range(MOST_FINGERPRINTS)]
+# The first columns are those of a `Candidate`.
+_ENTRY = select(
     _CALL.model_call_id,
     _CALL.continuation_context_len,
     _CALL.continuation_context_digest,
     _CALL.digest,
     _CALL.cum_len,
+    _CALL.continuation_fingerprint,
+    _CALL.fingerprint_version,
+    (~IS_CONFLICTING).label("is_parent"),
     _CALL.payload_sha256,
     _CALL.prompt_is_delta,
     _CALL.rollout_id,
-).where(
-    of_rollout(entries),
-    _CALL.continuation_fingerprint == bindparam("fingerprint"),
-    or_(_CALL.fingerprint_version == FINGERPRINT_VERSION, _CALL.fingerprint_version.is_(None)),
-    ~IS_CONFLICTING,
-)
-_RECORDED = ledger_calls.c
-# Unversioned rows do not count, nor rows that no child could be chained to.
-_LEDGER_CANDIDATES = select(
+).where(of_rollout(entries))
+# What a call that conflicts would be with its second payload.
+_CONFLICT = select(
+    _SECOND.model_call_id,
+    _SECOND.second_context_len,
+    _SECOND.second_context_digest,
+    null(),
+    null(),
+    _SECOND.second_fingerprint,
+    _SECOND.second_fingerprint_version,
+    false(),
+    null(),
+    null(),
+    _SECOND.rollout_id,
+).where(of_rollout(failures), _SECOND.second_fingerprint.in_(map(bindparam, _NAMES)))
+# No child can be chained to a row without a chain hash, and the manifest counts one without a response id as failed.
+_ROW = select(
     _RECORDED.model_call_id,
     _RECORDED.continuation_context_len,
     _RECORDED.continuation_context_digest,
     _RECORDED.cumulative_hash,
     _RECORDED.cum_len,
+    _RECORDED.continuation_fingerprint,
+    _RECORDED.fingerprint_version,
+    and_(
+        _RECORDED.chain_hash.is_not(None),
+        func.coalesce(_RECORDED.response_id, "") != "",
+        ~is_conflicting(_RECORDED.model_call_id),
+    ).label("is_parent"),
     _RECORDED.staging_chain,
     _RECORDED.chain_hash,
-).where(
-    of_rollout(ledger_calls),
-    _RECORDED.continuation_fingerprint == bindparam("fingerprint"),
-    _RECORDED.fingerprint_version == FINGERPRINT_VERSION,
-    _RECORDED.chain_hash.is_not(None),
-)
+).where(of_rollout(ledger_calls))
+
+
+def _with_any(statement: Select[Any], fingerprint: Any) -> list[Select[Any]]:
+    # One branch each: for a list a planner may leave the index aside and read the whole rollout.
+    return [statement.where(fingerprint == bindparam(name)) for name in _NAMES]
+
+
+_CANDIDATES = union_all(*_with_any(_ENTRY, _CALL.continuation_fingerprint), _CONFLICT)
+_LEDGER_CANDIDATES = union_all(*_with_any(_ROW, _RECORDED.continuation_fingerprint))
+
+
+def _candidate(row: Any) -> Candidate:
+    call_id, context_len, context_digest, digest, cum_len, fingerprint, version, is_parent = row[:8]
+    # Of a call that conflicts, which sequence it has is not known.
+    known = digest if is_parent or "chain_hash" in row._fields else None
+    return Candidate(
+        call_id, context_len, context_digest, known, cum_len, fingerprint, version, bool(is_parent)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +188,10 @@ def _resolved(sequences: KnownSequences, key: RolloutKey, parent: _Parent) -> Li
 def _naming_request_items() -> Iterator[None]:
     try:
         yield
+    except LoneSurrogateError:
+        raise
     except ValueError as exc:
-        raise InvalidRecordError(f"request_items: {exc}") from None
+        raise InvalidRecordError(f"request_{exc}") from None
 
 
 def _resolved_to_ledger(row: Any) -> LineageResolution:

@@ -103,6 +103,10 @@ class Put:
                 first=first,
                 second=self.packed.sha256,
                 differing=",".join(fields).replace("\0", "\ufffd"),
+                second_fingerprint=audit_text(self.entry.continuation_fingerprint),
+                second_fingerprint_version=self.entry.fingerprint_version,
+                second_context_len=self.entry.continuation_context_len,
+                second_context_digest=audit_text(self.entry.continuation_context_digest),
             )
         return fields
 

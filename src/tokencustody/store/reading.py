@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, and_, exists, or_, select
+from sqlalchemy import ColumnElement, Connection, Exists, Row, Select, and_, exists, or_, select
 
 from tokencustody.sql.dialects import built_once, looked_up
 from tokencustody.sql.tables import FailureKind, entries, failures, stored_payload
@@ -15,12 +15,17 @@ _CALL = entries.c
 _STORED = (_CALL.model_call_id, stored_payload, _CALL.payload_sha256, _CALL.stored_sha256)
 
 
-# Whether a row of `entries` was put a second time with other bytes.
-IS_CONFLICTING = exists().where(
-    of_rollout(failures),
-    failures.c.kind == FailureKind.CONFLICT,
-    failures.c.model_call_id == _CALL.model_call_id,
-)
+def is_conflicting(model_call_id: ColumnElement[str]) -> Exists:
+    """Return the condition that a call was put a second time with other bytes."""
+    return exists().where(
+        of_rollout(failures),
+        failures.c.kind == FailureKind.CONFLICT,
+        failures.c.model_call_id == model_call_id,
+    )
+
+
+# Whether a row of `entries` was.
+IS_CONFLICTING = is_conflicting(_CALL.model_call_id)
 _LINK = (_CALL.parent_call_id, _CALL.prompt_is_delta, _CALL.shared_len)
 _IN_CHAIN = (*_STORED, *_LINK, IS_CONFLICTING.label("is_conflicting"))
 _ONE_CALL = select(*_IN_CHAIN).where(of_call(entries))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tests.conformance.broken.lineage import before_the_answer
 from tests.conformance.broken.registry import fails
 from tests.conformance.ledger import MemoryLedger
 from tests.conformance.memory import NO_PARENT, Memory, Rollout
@@ -185,8 +186,12 @@ class FrozenLedgerHasNoParents(MemoryLedger):
 
 @fails("ledger_no_match")
 class LedgerContextIsNotCompared(MemoryLedger):
+    def resolve_rows(self, rollout: Rollout, request_items: list[dict[str, Any]]) -> LineageResolution:
+        self.asked = before_the_answer(request_items)
+        return super().resolve_rows(rollout, request_items)
+
     def context(self, commit: CaptureLedgerCommit) -> tuple[int, str]:
-        return 0, conversation_digest([])
+        return len(self.asked), conversation_digest(self.asked)
 
 
 @fails("ledger_unversioned_rows")

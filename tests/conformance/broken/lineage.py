@@ -15,6 +15,12 @@ from tokencustody.protocols import LineageResolution, RolloutRemovalPayload
 from tokencustody.records import ParentResolutionStatus, cumulative_tokens
 
 
+def before_the_answer(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items before the last one that a model wrote."""
+    answers = [number for number, item in enumerate(items) if "assistant" in str(item)]
+    return items[: answers[-1]] if answers else []
+
+
 @fails(
     "lineage_visibility",
     "lineage_rollout_scope",
@@ -47,9 +53,16 @@ class OnlyAnEmptyRolloutHasRoots(Memory):
 
 @fails("lineage_no_match")
 class ContextIsNotCompared(Memory):
+    async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
+        self.asked = before_the_answer(request_items)
+        return await super().resolve(rollout_id, request_items)
+
     def lineage(self, rollout_id: str) -> RolloutLineage:
         lineage = super().lineage(rollout_id)
-        anything = {"continuation_context_len": 0, "continuation_context_digest": conversation_digest([])}
+        anything = {
+            "continuation_context_len": len(self.asked),
+            "continuation_context_digest": conversation_digest(self.asked),
+        }
         lineage.entries = {call: entry.model_copy(update=anything) for call, entry in lineage.entries.items()}
         return lineage
 

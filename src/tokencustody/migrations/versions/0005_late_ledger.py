@@ -32,6 +32,15 @@ REFUSAL_BEFORE = "(refusal_code IS NULL) = (refused_at IS NULL)"
 # hold what their record said.
 RECORDED = {"recorded_fingerprint": "TEXT", "recorded_fingerprint_version": "BIGINT"}
 
+# By what a request is known that continues the second payload of a conflict, which is no parent and makes others
+# ambiguous.
+SECOND = {
+    "second_fingerprint": "TEXT",
+    "second_fingerprint_version": "BIGINT",
+    "second_context_len": "BIGINT",
+    "second_context_digest": "TEXT",
+}
+
 # Rows of which the older revision can make nothing, or what it would misread, and why.
 LATE = {
     "snapshot_versions": ("event LIKE 'late_%'", "versions are of rows that came after a freeze"),
@@ -48,6 +57,8 @@ LATE = {
 def upgrade() -> None:
     for column, kind in RECORDED.items():
         op.execute(f"ALTER TABLE ledger_calls ADD COLUMN {column} {kind}")
+    for column, kind in SECOND.items():
+        op.execute(f"ALTER TABLE failures ADD COLUMN {column} {kind}")
     if op.get_context().dialect.name == "postgresql":
         op.execute("ALTER TABLE snapshot_versions ADD COLUMN seal_version BIGINT")
         _set_constraints((*EVENTS, *LATE_EVENTS), REFUSAL)
@@ -92,6 +103,8 @@ def downgrade() -> None:
         op.execute(f"DROP VIEW {name}")
     for column in RECORDED:
         op.execute(f"ALTER TABLE ledger_calls DROP COLUMN {column}")
+    for column in SECOND:
+        op.execute(f"ALTER TABLE failures DROP COLUMN {column}")
     op.drop_index("ix_ledger_failures_model_call_id", "ledger_failures")
     if dialect == "postgresql":
         op.execute("ALTER TABLE snapshot_versions DROP COLUMN seal_version")

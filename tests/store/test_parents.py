@@ -1,0 +1,79 @@
+"""What continues which call, on both databases, for complete records and for rows of the ledger."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+
+import pytest
+
+from tests.support.conversations import SCENARIOS, Asked, Call, said, user
+from tests.support.ledger import make_commit
+from tokencustody import CaptureStore, TokenEntry
+from tokencustody.errors import PayloadConflictError
+
+CTX = [user("u")]
+
+
+async def outcome(store: CaptureStore, rollout_id: str, request: list[dict[str, object]]) -> str:
+    found = await store.lineage.resolve(rollout_id, copy.deepcopy(request))
+    return found.match.model_call_id if found.match else found.reason
+
+
+async def put(store: CaptureStore, entry: TokenEntry) -> None:
+    with suppress(PayloadConflictError):
+        await store.sink.put(entry)
+
+
+async def test_a_request_resolves_to_the_proven_call_alone(store: CaptureStore) -> None:
+    async def wrong(number: int, asked: Asked) -> str | None:
+        rollout = f"rollout-{number}"
+        for call in asked.calls:
+            await put(store, call.entry(rollout))
+        found = await outcome(store, rollout, asked.request)
+        return None if found == asked.expected else f"{asked.name}: {found}, not {asked.expected}"
+
+    found = [await wrong(number, asked) for number, asked in enumerate(SCENARIOS)]
+    assert [each for each in found if each] == []
+
+
+async def test_a_request_resolves_to_the_proven_row_of_the_ledger_alone(store: CaptureStore) -> None:
+    answer = [said("hello")]
+    after = [*CTX, *answer, user("next")]
+    twins = {call: make_commit("twins", call, request=CTX, text="hello") for call in ("call-a", "call-b")}
+    for commit in twins.values():
+        await store.lineage.record(commit)
+    assert await outcome(store, "twins", after) == "call-a"
+    empty = make_commit("empty", request=after, text="")
+    await store.lineage.record(empty)
+    assert await outcome(store, "empty", after) == "no_match"
+    assert await outcome(store, "empty", [*after, user("go on")]) == "no_match"
+    assert await outcome(store, "empty", [*after, said(""), user("go on")]) == "call-1"
+
+
+@pytest.mark.parametrize("missing", ["chain_hash", "response_id"])
+async def test_a_row_that_the_manifest_counts_as_failed_is_no_parent_and_makes_others_ambiguous(
+    store: CaptureStore, missing: str
+) -> None:
+    after = [*CTX, said("hello"), user("next")]
+    made = make_commit("source", "call-a", request=CTX, text="hello", tokens=[1, 2, 9])
+    await store.lineage.record(made)
+    [row] = await store.lineage.export_rows("source")
+    row["record"][missing] = None
+    await store.lineage.import_rows("other", [row])
+    assert await outcome(store, "source", after) == "call-a"
+    assert await outcome(store, "other", after) == "no_match"
+    await store.lineage.record(make_commit("other", "call-b", request=CTX, text="hello"))
+    assert await outcome(store, "other", after) == "ambiguous"
+
+
+async def test_a_conflicting_record_is_no_parent_by_its_row_either_and_leaves_no_row_as_the_only_one(
+    store: CaptureStore,
+) -> None:
+    after = [*CTX, said("hello"), user("next")]
+    for rollout, row in (("same", "call-a"), ("twin", "call-b")):
+        await store.sink.put(Call("call-a", CTX, [said("hello")]).entry(rollout))
+        await put(store, Call("call-a", CTX, [said("hello")], (1, 2, 9)).entry(rollout))
+        await store.lineage.record(make_commit(rollout, row, request=CTX, text="hello"))
+    assert await outcome(store, "same", after) == "no_match"
+    assert await outcome(store, "twin", after) == "ambiguous"
