@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -28,6 +28,7 @@ class Forests:
     """Rollouts of calls that were made up by a seeded chance, and the prompt after which each one was sampled."""
 
     seed: int
+    rollout_id: str = "forest"
     entries: list[TokenEntry] = field(default_factory=list)
     prompts: dict[str, list[int]] = field(default_factory=dict)
 
@@ -69,7 +70,7 @@ class Forests:
             self.prompts[name] = prompt
             resolution = fields.pop("parent_resolution", "stamped")
             entry = make_entry(
-                "forest",
+                self.rollout_id,
                 name,
                 prompt=added if kind == "delta" else prompt,
                 generation=sampled,
@@ -91,7 +92,7 @@ class Forests:
         facts = {
             entry.model_call_id: CallFacts("0" * 64, None, "", is_conflicting=False) for entry in self.entries
         }
-        key = RolloutKey("run", "forest")
+        key = RolloutKey("run", self.rollout_id)
         return FrozenRollout(key, "s", 1, False, self.entries, facts, (), (), {}, (), {})
 
 
@@ -193,6 +194,38 @@ def test_each_token_of_a_call_that_is_not_left_out_is_trained_once_in_the_contex
         assert {"unresolved_parent", "parent_missing", "prompt_does_not_begin_with_parent"} <= set(kinds)
     if rules.siblings is Siblings.SETTLE and rules.on_break is not OnBreak.MASK:
         assert {"ambiguous_retry", "superseded_retry"} <= set(kinds)
+
+
+async def test_the_files_hold_of_each_call_what_was_sampled_after_exactly_its_prompt(
+    store_url: str, tmp_path: Path
+) -> None:
+    forests = {f"forest-{seed}": Forests(seed, f"forest-{seed}") for seed in range(25)}
+    for forest in forests.values():
+        await put_rollout(store_url, forest.entries)
+    for number, rules in enumerate(RULES):
+        out = tmp_path / str(number)
+        options = ExportOptions(
+            include_incomplete=True,
+            shared_calls=rules.shared_calls,
+            on_break=rules.on_break,
+            siblings=rules.siblings,
+        )
+        report = await export(store_url, out, options, mark=False)
+        assert not report.all_left_out
+        out_of_rows: defaultdict[str, set[str]] = defaultdict(set)
+        for rollout_id, name, reason in left_out(out):
+            masked = reason == "broken"
+            out_of_rows[rollout_id] |= set(forests[rollout_id].prompts) if masked else {name}
+        trained: defaultdict[str, Counter[Any]] = defaultdict(Counter)
+        for row in parquet_rows(out):
+            trained[row["rollout_id"]].update(trained_in(row["token_ids"], row["loss_mask"]))
+            for name, start in zip(row["call_ids"], row["generation_starts"], strict=True):
+                assert row["token_ids"][:start] == forests[row["rollout_id"]].prompts[name]
+        for rollout_id, forest in forests.items():
+            wanted = expected(forest, set(forest.prompts) - out_of_rows[rollout_id])
+            assert trained[rollout_id].keys() == wanted.keys(), (rollout_id, rules)
+            if rules.shared_calls is SharedCalls.FIRST:
+                assert trained[rollout_id] == wanted, (rollout_id, rules)
 
 
 THINKING, TURNS = [90, 91, 92], 4
