@@ -50,6 +50,7 @@ class _Settling:
                 if not self._is_conflicting(entry):
                     self._surely_continued.add(entry.parent_call_id)
         self._lengths = self._prompt_lengths()
+        self._sequences: dict[str, bytes] = {}
         self._settled = Settled()
 
     def settle(self) -> Settled:
@@ -160,6 +161,8 @@ class _Settling:
         return lengths
 
     def _prompt(self, entry: TokenEntry) -> list[int]:
+        if not entry.prompt_is_delta:
+            return entry.prompt_token_ids
         parts = [entry.prompt_token_ids]
         while entry.prompt_is_delta:
             entry = self._by_id[str(entry.parent_call_id)]
@@ -175,7 +178,10 @@ class _Settling:
                 parent = self._by_id.get(str(entry.parent_call_id))
                 if parent is None or self._lengths[parent.model_call_id] is None:
                     return ("call", entry.parent_call_id)
-                return _hash(self._prompt(parent) + parent.generation_token_ids)
+                if parent.model_call_id not in self._sequences:
+                    sequence = self._prompt(parent) + parent.generation_token_ids
+                    self._sequences[parent.model_call_id] = _hash(sequence)
+                return self._sequences[parent.model_call_id]
             case _:
                 return _UNKNOWN
 
