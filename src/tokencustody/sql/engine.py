@@ -59,14 +59,15 @@ class Engines(ABC):
 
     Nothing is opened before the first transaction. `running` counts the uses; the last user waits for them before it
     closes the connections. `stats` counts what happened since the engines were made. `kept` is what the
-    stores share beside the connections, by what it is for.
+    stores share beside the connections, by what it is for. `checking` are the checks of the schema that were begun, by
+    whether they may create it.
     """
 
     def __init__(self) -> None:
         self.users = 0
         self.running = 0
         self.checked = False
-        self.checking = asyncio.Lock()
+        self.checking: dict[bool, asyncio.Task[None]] = {}
         self.stats: Counter[str] = none_counted()
         self.kept: dict[Any, Any] = {}
         self._idle = asyncio.Event()
@@ -118,4 +119,13 @@ class Engines(ABC):
         """Let the transactions that are running finish, then close every connection."""
         while self.running:
             await self._idle.wait()
+        if left := [check for check in self.checking.values() if check.cancel()]:
+            await asyncio.wait(left)
         await self.close_connections()
+
+
+def forget_error(task: asyncio.Task[Any]) -> None:
+    """Take the error of a task for which nobody may wait any more: it would be logged, though the next caller meets it
+    himself."""
+    if not task.cancelled():
+        task.exception()

@@ -25,7 +25,16 @@ from sqlalchemy.util import await_only
 
 from tokencustody.errors import DurabilityError
 from tokencustody.sql.connecting import DURABLE_COMMIT, Driver, connect, not_durable
-from tokencustody.sql.engine import DEFAULT_DEADLINE, LOGGING_NAME, Attempt, EngineKey, Engines, Result, Work
+from tokencustody.sql.engine import (
+    DEFAULT_DEADLINE,
+    LOGGING_NAME,
+    Attempt,
+    EngineKey,
+    Engines,
+    Result,
+    Work,
+    forget_error,
+)
 from tokencustody.sql.faults import Fault, classify, reach
 from tokencustody.sql.url import DatabaseUrl
 
@@ -173,7 +182,7 @@ class _Connecting:
             except asyncio.CancelledError:
                 if not making.cancelled():
                     self._left.append(making)
-                    making.add_done_callback(_forget_error)
+                    making.add_done_callback(forget_error)
                 raise
             except Exception:
                 if was_left:
@@ -196,12 +205,6 @@ class _Connecting:
         for made in await asyncio.gather(*left, return_exceptions=True):
             if isinstance(made, Driver):
                 await made.close(timeout=1)
-
-
-def _forget_error(task: asyncio.Task[Driver]) -> None:
-    # Else it would be logged, though the next caller finds out by himself.
-    if not task.cancelled():
-        task.exception()
 
 
 def migration_engine(url: DatabaseUrl) -> AsyncEngine:

@@ -37,6 +37,7 @@ from tokencustody.sql.engine import (
     Engines,
     Result,
     Work,
+    forget_error,
 )
 from tokencustody.sql.faults import Fault, classify, damage, reach, reach_beside, unavailable
 from tokencustody.sql.postgresql import PostgresqlEngines, Statement
@@ -210,7 +211,7 @@ class Database:
             try:
                 async with asyncio.timeout_at(give_up):
                     if not engines.checked:
-                        await self._check_schema(engines)
+                        await self._check_schema(engines, give_up)
                     result = await transact(attempt)
                     if attempt.committing:
                         await reach("after commit, before acknowledgement")
@@ -276,10 +277,18 @@ class Database:
         rows = await self.retrying(engines, engines.write_statement, statement, give_up)
         return write.answers(items, rows)
 
-    async def _check_schema(self, engines: Engines) -> None:
-        async with engines.checking:
-            if engines.checked:
-                return
+    async def _check_schema(self, engines: Engines, give_up: float) -> None:
+        # In a task that outlives a caller who is cancelled: else callers with less patience than it takes would never
+        # come to anything.
+        check = engines.checking.get(self._creates)
+        if check is None or check.done():
+            check = asyncio.create_task(self._checked(engines, give_up))
+            check.add_done_callback(forget_error)
+            engines.checking[self._creates] = check
+        await asyncio.shield(check)
+
+    async def _checked(self, engines: Engines, give_up: float) -> None:
+        async with asyncio.timeout_at(give_up):
             if self.url.is_sqlite and await migrate.is_new_sqlite(self.url, read_only=self._key.read_only):
                 if not self._creates:
                     raise StoreUnavailableError(missing(self.url))
