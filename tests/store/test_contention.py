@@ -85,7 +85,11 @@ async def test_a_freeze_is_not_overtaken_by_writers_that_come_after_it(
     postgres_url: str, faults: Points
 ) -> None:
     # A transaction of several statements can be held between them.
-    async with open_store(postgres_url, coalesce="rollout") as store, open_store(postgres_url) as late:
+    # The other pool is as that of another process.
+    async with (
+        open_store(postgres_url, coalesce="rollout") as store,
+        open_store(postgres_url, pool_size=3) as late,
+    ):
         await store.source.freeze("warm-up")
         before_commit, go_on = asyncio.Event(), asyncio.Event()
 
@@ -125,7 +129,7 @@ async def test_a_write_whose_answer_was_lost_before_the_fence_has_still_succeede
 
     async def fence_then_lose() -> None:
         faults.clear()
-        async with open_store(store_url, run="run-1") as trainer:
+        async with open_store(store_url, run="run-1", pool_size=3) as trainer:  # as another process
             await (
                 trainer.source.freeze("rollout-1")
                 if fence == "freeze"
@@ -144,7 +148,7 @@ async def test_a_conflicting_refusal_whose_answer_was_lost_before_the_fence_is_s
 ) -> None:
     async def fence_then_lose() -> None:
         faults.clear()
-        async with open_store(store_url, run="run-1") as trainer:
+        async with open_store(store_url, run="run-1", pool_size=3) as trainer:  # as another process
             if fence == "freeze":
                 await trainer.source.freeze("rollout-1")
             else:

@@ -25,6 +25,12 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 Statement = TypeVar("Statement")
 
+# The option of a connection that says for how many seconds its transaction waits for a lock. Without it, it waits on.
+PATIENCE = "tokencustody_patience"
+# In seconds, for a transaction that many calls share. It passes rollouts over that are held, and waits only where
+# another writer of the same call has not committed yet.
+LANE_PATIENCE = 0.25
+
 
 def built_once(build: Callable[[Connection], Statement]) -> Callable[[Connection], Statement]:
     """Let `build` make its statement once for each dialect: to build one takes several times as long as to run it."""
@@ -57,16 +63,34 @@ def locking(connection: Connection, row: Select[Any], *, exclusive: bool) -> Sel
 
     On PostgreSQL it first takes its turn by the advisory lock whose number is the parameter `lock_number`: row locks
     have no queue, so that a share lock would overtake the freeze that waits for those before it. SQLite has one writer
-    at a time anyway.
+    at a time anyway. The parameter `lock_timeout` is what `patience` returns: it holds for the whole transaction.
     """
     if not is_postgresql(connection):
         return row
     lock = func.pg_advisory_xact_lock if exclusive else func.pg_advisory_xact_lock_shared
     number = bindparam("lock_number", type_=BigInteger())
-    turn = select(cast(lock(number), Text).label("taken")).subquery("turn")
-    # Reading from `turn` makes the row wait for it.
+    limit = select(_limit(bindparam("lock_timeout", type_=Text())).label("text")).subquery("patience")
+    # Reading from what comes first makes the next wait for it.
+    turn = select(cast(lock(number), Text).label("taken")).where(limit.c.text.is_not(None)).lateral("turn")
     locked = row.where(turn.c.taken.is_not(None)).with_for_update(read=not exclusive).lateral("locked")
-    return select(*locked.c).select_from(turn.join(locked, true()))
+    return select(*locked.c).select_from(limit.join(turn, true()).join(locked, true()))
+
+
+def patience(connection: Connection) -> str:
+    """Return PostgreSQL's `lock_timeout` for this transaction; "0" is none."""
+    seconds = connection.get_execution_options().get(PATIENCE, 0.0)
+    return f"{round(1000 * seconds)}ms"
+
+
+def limit_waiting(connection: Connection) -> None:
+    """Let this transaction, if it does not begin with `locking`, wait no longer for a lock than its patience."""
+    if is_postgresql(connection):
+        connection.execute(select(_limit(bindparam(None, patience(connection), Text))))
+
+
+def _limit(limit: ColumnElement[str]) -> ColumnElement[str]:
+    # For this transaction alone: a pooler hands the session to others.
+    return func.set_config("lock_timeout", limit, true())
 
 
 def lock_number(name: str) -> int:

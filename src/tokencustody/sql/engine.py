@@ -30,6 +30,10 @@ logging.getLogger(f"sqlalchemy.engine.Engine.{LOGGING_NAME}").addFilter(
 DEFAULT_DEADLINE = 30.0
 
 
+class HeldError(Exception):
+    """A lane came upon what another transaction holds; nothing of it was written."""
+
+
 @dataclass(frozen=True)
 class EngineKey:
     """What stores must have in common to share engines."""
@@ -82,6 +86,13 @@ class Engines(ABC):
 
         `attempt.committing` is set when the database may have committed although this raises.
         """
+
+    async def write_in_lane(self, attempt: Attempt[Connection, Result]) -> Result:
+        """Do what `write` does, with a connection that is left for lanes.
+
+        Raises HeldError, without a long wait, when the transaction would wait for another one.
+        """
+        return await self.write(attempt)
 
     async def identify(self) -> str | None:
         """Return what tells this database from all others, however it is addressed, if the address does not."""

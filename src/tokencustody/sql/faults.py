@@ -192,7 +192,6 @@ SQLITE_CODES = {
 }
 
 
-# What to do about a refusal, by its code.
 def classify(exc: BaseException) -> Failure | None:
     """Return what `exc` means for the transaction it ended, or None when trying, connecting or waiting is no answer."""
     if isinstance(exc, StoreUnavailableError):
@@ -233,6 +232,12 @@ def _is_outdated(cause: BaseException | None) -> bool:
     while cause is not None and not isinstance(cause, asyncpg.InvalidCachedStatementError):
         cause = cause.__cause__
     return cause is not None
+
+
+def is_held(exc: BaseException) -> bool:
+    """Return whether PostgreSQL ended the statement because another transaction keeps what it would lock."""
+    cause = exc.orig if isinstance(exc, DBAPIError) else exc
+    return getattr(cause, "sqlstate", None) == "55P03"
 
 
 def unavailable(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from asyncio import Semaphore
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,22 +26,28 @@ from sqlalchemy.util import await_only
 
 from tokencustody.errors import DurabilityError
 from tokencustody.sql.connecting import DURABLE_COMMIT, Driver, connect, not_durable
+from tokencustody.sql.dialects import LANE_PATIENCE, PATIENCE
 from tokencustody.sql.engine import (
     DEFAULT_DEADLINE,
     LOGGING_NAME,
     Attempt,
     EngineKey,
     Engines,
+    HeldError,
     Result,
     Work,
     forget_error,
 )
-from tokencustody.sql.faults import Fault, classify, reach
+from tokencustody.sql.faults import Fault, classify, is_held, reach
 from tokencustody.sql.url import DatabaseUrl
 
 # Seconds after which a server that was found to sync its commits is asked again.
 _ASK_AGAIN = 5.0
 _PREPARED_STATEMENTS = 100
+
+# For how many seconds a transaction waits for a rollout: the least that a server takes, long enough for most that come
+# before it, and without end.
+_NO_PATIENCE, _SHORT_PATIENCE, _ALL_PATIENCE = 0.001, 0.1, 0.0
 
 # The same for a server, its standbys and every pooler before them.
 _IDENTITY = text(
@@ -61,6 +68,11 @@ class PostgresqlEngines(Engines):
         self._pool = _engine(
             key.url, self._connecting, pool_size=key.pool_size, max_overflow=0, pool_timeout=key.deadline
         )
+        # One connection is left for the lanes, and one for what need not wait for a rollout that somebody holds.
+        self._beside_lanes = Semaphore(max(1, key.pool_size - 1))
+        self._waiting = Semaphore(max(0, key.pool_size - 2))
+        self._patience = _NO_PATIENCE if key.pool_size > 2 else _SHORT_PATIENCE
+
         # By the monotonic clock: when a connection that lay idle was found dead, and when fsync was found to be on.
         self._fell_silent = -math.inf
         self._synced_at = -math.inf
@@ -81,12 +93,34 @@ class PostgresqlEngines(Engines):
 
     async def read(self, work: Work[Result]) -> Result:
         # One snapshot is all that a reader needs, and predicate locks of readers would abort writers.
-        async with self._connection("REPEATABLE READ", read_only=True) as (connection, _), connection.begin():
+        async with (
+            self._beside_lanes,
+            self._connection("REPEATABLE READ", read_only=True) as (connection, _),
+            connection.begin(),
+        ):
             return await connection.run_sync(work)
 
     async def write(self, attempt: Attempt[Connection, Result]) -> Result:
+        if self._waiting.locked():
+            # Tried again and again, it needs no place among those that wait.
+            async with self._beside_lanes:
+                return await self._write(attempt, self._patience)
+        # In the queue of the server a freeze keeps its place before the writes that come after it.
+        async with self._waiting, self._beside_lanes:
+            return await self._write(attempt, _ALL_PATIENCE)
+
+    async def write_in_lane(self, attempt: Attempt[Connection, Result]) -> Result:
+        try:
+            return await self._write(attempt, LANE_PATIENCE)
+        except DBAPIError as exc:
+            if not attempt.committing and is_held(exc):
+                raise HeldError from exc
+            raise
+
+    async def _write(self, attempt: Attempt[Connection, Result], patience: float) -> Result:
         async with self._connection("READ COMMITTED") as (connection, driver):
             await self._ask_for_fsync(driver)
+            await connection.execution_options(**{PATIENCE: patience})
             async with connection.begin():
                 result = await connection.run_sync(attempt)
                 await reach("before commit")
@@ -97,7 +131,7 @@ class PostgresqlEngines(Engines):
     async def write_statement(self, attempt: Attempt[None, Statement]) -> Sequence[Any]:
         """Run one statement of the driver, a transaction by itself, in one round trip; return its rows.
 
-        It evaluates `DURABLE_COMMIT`.
+        It evaluates `DURABLE_COMMIT`. Raises HeldError when it limits its waiting for locks and waited so long.
         """
         async with self._connection("AUTOCOMMIT") as (connection, driver):
             await self._ask_for_fsync(driver)
@@ -113,6 +147,8 @@ class PostgresqlEngines(Engines):
             except BaseException as exc:
                 if isinstance(exc, asyncpg.PostgresError):
                     exc.detail = None  # it quotes the row, token ids included
+                if is_held(exc):
+                    raise HeldError from exc
                 if driver.is_closed() or not isinstance(exc, asyncpg.PostgresError):
                     await connection.invalidate()
                 if isinstance(exc, asyncpg.InterfaceError | asyncpg.InternalClientError):

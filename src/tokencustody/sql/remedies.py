@@ -22,6 +22,7 @@ _REMEDIES: dict[object, str] = {
     "3D000": "name a database that the server has, or make it with `createdb`",
     "42P05": _POOLER,
     "53300": "use a smaller pool_size or a pooler, or raise the server's max_connections",
+    "55P03": "another transaction holds what this one needs, as a large freeze or a stopped client does: let it end",
     "57P03": "wait until the server has started",
     sqlite3.SQLITE_BUSY: _HELD,
     sqlite3.SQLITE_LOCKED: _HELD,

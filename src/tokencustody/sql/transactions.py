@@ -35,6 +35,7 @@ from tokencustody.sql.engine import (
     Attempt,
     EngineKey,
     Engines,
+    HeldError,
     Result,
     Work,
     forget_error,
@@ -62,7 +63,7 @@ class SharedWrite(Generic[Item, Answer]):
     """How calls of one kind share a transaction, whose answers are in the order of the items.
 
     `transaction` may run several statements. `statement` is, for PostgreSQL, just one, which is a transaction by itself
-    and takes one round trip; `answers` reads its rows.
+    and takes one round trip; `answers` reads its rows. No rows: nothing was written.
     """
 
     transaction: Callable[[Connection, Sequence[Item]], Sequence[Answer]]
@@ -272,9 +273,15 @@ class Database:
             return write.statement(items)
 
         # A distributed database takes a transaction of plain statements on one rollout.
-        if self._coalesce is Coalesce.ROLLOUT or not isinstance(engines, PostgresqlEngines):
-            return await self.retrying(engines, engines.write, transaction, give_up)
-        rows = await self.retrying(engines, engines.write_statement, statement, give_up)
+        plain = self._coalesce is Coalesce.ROLLOUT or not isinstance(engines, PostgresqlEngines)
+        try:
+            if plain:
+                return await self.retrying(engines, engines.write_in_lane, transaction, give_up)
+            rows = await self.retrying(engines, engines.write_statement, statement, give_up)
+        except HeldError:
+            if len(items) > 1:
+                raise  # so that each is tried alone
+            rows = []
         return write.answers(items, rows)
 
     async def _check_schema(self, engines: Engines, give_up: float) -> None:
@@ -311,11 +318,14 @@ class Doors:
             self._engines, self._engines.read, work, self._database.end_of_patience()
         )
 
-    async def write(self, work: Work[Result]) -> Result:
-        """Run `work`, which begins by locking a fence, in one transaction; return once it is durable."""
-        return await self._database.retrying(
-            self._engines, self._engines.write, work, self._database.end_of_patience()
-        )
+    async def write(self, work: Work[Result], *, rollout: Hashable = None) -> Result:
+        """Run `work`, which begins by locking a fence, in one transaction; return once it is durable.
+
+        Writes of the same `rollout`, unless that is None, take turns: each would wait for the other with a connection.
+        """
+        give_up = self._database.end_of_patience()
+        async with self._turn(rollout, give_up):
+            return await self._database.retrying(self._engines, self._engines.write, work, give_up)
 
     async def write_together(
         self, write: SharedWrite[Item, Answer], item: Item, *, rollout: Hashable, size: int
@@ -330,15 +340,13 @@ class Doors:
             raise unavailable(self._database.url, exc, started=False) from exc
 
     @asynccontextmanager
-    async def turn(self, rollout: Hashable) -> AsyncIterator[None]:
-        """Let one call at a time go on for each rollout, if it may have to wait for its fence.
-
-        Each would wait with a connection, so that a rollout whose fence is held would take them from all others.
-        """
-        locks: WeakValueDictionary[Hashable, asyncio.Lock] = self.kept(WeakValueDictionary)
-        lock = locks.setdefault(rollout, asyncio.Lock())
+    async def _turn(self, rollout: Hashable, give_up: float) -> AsyncIterator[None]:
+        if rollout is None:
+            yield
+            return
+        lock = self._turns.setdefault(rollout, asyncio.Lock())
         try:
-            async with asyncio.timeout_at(self._database.end_of_patience()):
+            async with asyncio.timeout_at(give_up):
                 await lock.acquire()
         except TimeoutError as exc:
             raise unavailable(self._database.url, exc, started=False) from exc
@@ -346,6 +354,15 @@ class Doors:
             yield
         finally:
             lock.release()
+
+    def has_turn(self, rollout: Hashable) -> bool:
+        """Return whether a `write` of this rollout is on its way, which no later call should overtake."""
+        return rollout in self._turns
+
+    @property
+    def _turns(self) -> WeakValueDictionary[Hashable, asyncio.Lock]:
+        turns: WeakValueDictionary[Hashable, asyncio.Lock] = self.kept(WeakValueDictionary)
+        return turns
 
     async def reached(self) -> None:
         """Return once the database was reached in this process and loop."""

@@ -118,7 +118,7 @@ class SqlStore(DatabaseClient):
     async def _write_after_marks_through(self, doors: Doors, key: RolloutKey, work: Work[Result]) -> Result:
         self._replay_once()
         if self._replayer is None or not await self._must_wait_for_marks(doors, self._replayer.spill, key):
-            return await doors.write(work)
+            return await doors.write(work, rollout=key)
         # It settles those that are left when `work` is refused, as by a fence.
         self._replayer.start()
         give_up = self._database.end_of_patience()

@@ -26,7 +26,14 @@ from sqlalchemy import (
 )
 
 from tokencustody.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
-from tokencustody.sql.dialects import built_once, insert_if_absent, is_postgresql, lock_number, locking
+from tokencustody.sql.dialects import (
+    built_once,
+    insert_if_absent,
+    is_postgresql,
+    lock_number,
+    locking,
+    patience,
+)
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, failures, fences, snapshot_versions
 
 # A statement names the rollout and the call by parameters, so that it is built only once.
@@ -111,9 +118,8 @@ _ADD_FAILURE = insert(failures)
 
 def find_fence_txn(connection: Connection, key: RolloutKey, *, exclusive: bool) -> Fence | None:
     """Lock and return the fence, or return None when the rollout has none."""
-    row = connection.execute(
-        (_LOCKING if exclusive else _SHARING)(connection), key.named(lock_number=lock_number(key.lock_name))
-    ).one_or_none()
+    turn = key.named(lock_number=lock_number(key.lock_name), lock_timeout=patience(connection))
+    row = connection.execute((_LOCKING if exclusive else _SHARING)(connection), turn).one_or_none()
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
 
 

@@ -14,7 +14,13 @@ from typing import Any
 from sqlalchemy import Connection, Row, Table, select
 
 from tokencustody.sql.connecting import DURABLE_COMMIT
-from tokencustody.sql.dialects import insert_if_absent, is_postgresql, lock_number
+from tokencustody.sql.dialects import (
+    LANE_PATIENCE,
+    insert_if_absent,
+    is_postgresql,
+    limit_waiting,
+    lock_number,
+)
 from tokencustody.sql.multirow import (
     ValueAdapter,
     execute_in_pieces,
@@ -69,6 +75,7 @@ _HAS_NO_ATTACHMENTS = (
     "(SELECT 1 FROM staged_attachments AS a WHERE a.run = stored.run AND a.rollout_id = stored.rollout_id"
     " AND a.model_call_id = stored.model_call_id LIMIT 1) IS NULL"
 )
+_IMPATIENT = f"(SELECT set_config('lock_timeout', '{round(1000 * LANE_PATIENCE)}ms', true)) IS NOT NULL"
 _OPEN_FENCES = (
     "WITH {asked} INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)"
     f" SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM asked WHERE true ON CONFLICT DO NOTHING"
@@ -147,7 +154,8 @@ class CallInsert:
             f"WITH {source(names, types)}, {self._locking if self._fenced else ''} stored AS ("
             f" INSERT INTO {self._table.name} ({', '.join(self._columns)})"
             f" SELECT {', '.join(self._columns)} FROM asked"
-            f" {f'JOIN writable USING (run, rollout_id) WHERE {self._condition}' if self._fenced else ''}"
+            f" {'JOIN writable USING (run, rollout_id)' if self._fenced else ''}"
+            f" WHERE {self._condition if self._fenced else _IMPATIENT}"
             f" ORDER BY {key} ON CONFLICT DO NOTHING RETURNING {key}),"
             f" durable AS MATERIALIZED (SELECT {DURABLE_COMMIT}) SELECT stored.* FROM durable CROSS JOIN stored"
         )
@@ -162,7 +170,7 @@ class CallInsert:
                 run, rollout_id, lock_number, opening_id, {self._written_at} AS at, written_by
             FROM asked ORDER BY run, rollout_id),
         turns AS MATERIALIZED (
-            SELECT *, pg_try_advisory_xact_lock_shared(lock_number) AS taken FROM rollouts),
+            SELECT *, pg_try_advisory_xact_lock_shared(lock_number) AS taken FROM rollouts WHERE {_IMPATIENT}),
         locked AS MATERIALIZED (
             SELECT r.run, r.rollout_id, fence.state
             FROM turns r
@@ -186,7 +194,9 @@ class CallInsert:
 
     def _insert_rollout(self, connection: Connection, calls: list[NewCall]) -> set[Key]:
         """Insert calls of one rollout on PostgreSQL by plain statements, which a distributed one accepts too."""
-        if self._fenced:
+        if not self._fenced:
+            limit_waiting(connection)
+        else:
             key = calls[0].rollout
             if not try_turn_txn(connection, key):
                 return set()

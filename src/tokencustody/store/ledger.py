@@ -150,7 +150,8 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
             for table, row in checked:
                 add_row_txn(connection, key, table, row, stamp)
 
-        await self._database.write(add_all)
+        with self._database.doors() as doors:
+            await doors.write(add_all, rollout=key)
 
     async def _add(self, key: RolloutKey, table: Any, row: dict[str, Any]) -> str:
         stamp = Stamp.make(now(), self.written_by)
@@ -163,7 +164,7 @@ class SqlLineageStore(SqlLineageResolver, RolloutRemover):
 
         # Exclusive, because commit order is a position that is counted per rollout.
         with self._database.doors() as doors:
-            outcome = await doors.write(add)
+            outcome = await doors.write(add, rollout=key)
             if outcome == _RETIRED:
                 doors.count("late_writes_refused")
             return outcome

@@ -57,7 +57,7 @@ async def write_after_marks(
                 stored[path] = mark.settle_txn(connection)
             return work(connection)
 
-        result = await doors.write(store_marks_first)
+        result = await doors.write(store_marks_first, rollout=key)
         for path, mark in claimed.items():
             _remove(doors, spill, path, mark, stored=stored[path])
         if claimed:
@@ -90,7 +90,7 @@ async def replay(
                     continue
                 if mark is not None:
                     try:
-                        stored = await doors.write(mark.settle_txn)
+                        stored = await doors.write(mark.settle_txn, rollout=mark.key)
                     except AccessDeniedError as exc:
                         denied = denied or exc
                         continue

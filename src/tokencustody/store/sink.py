@@ -77,11 +77,11 @@ class SqlTokenSink(SqlStore):
             put = Put(key, entry, packed, Stamp.make(now(), self.written_by), base)
             size = len(put.call.row["payload"])
             leans_on_delta = base is not None and base.is_delta
-            if leans_on_delta or not await doors.write_together(
+            goes_alone = leans_on_delta or doors.has_turn(key)
+            if goes_alone or not await doors.write_together(
                 _ENTRIES.shared, put.call, rollout=key, size=size
             ):
-                async with doors.turn(key):
-                    await _put_alone(doors, put)
+                await _put_alone(doors, put)
             if not packed.is_delta:
                 sequences.keep(key, entry.model_call_id, KnownSequence(packed.sha256, packed.sequence()))
 
@@ -108,9 +108,10 @@ class SqlTokenSink(SqlStore):
         self._replay_once()
         call = NewCall(_intent(key, model_call_id, stamp), stamp)
         with self._database.doors() as doors:
-            if not await doors.write_together(_INTENTS.shared, call, rollout=key, size=_INTENT_SIZE):
-                async with doors.turn(key):
-                    await doors.write(announce)
+            if doors.has_turn(key) or not await doors.write_together(
+                _INTENTS.shared, call, rollout=key, size=_INTENT_SIZE
+            ):
+                await doors.write(announce, rollout=key)
 
     async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
         """Record that the engine refused a call, so that its intent does not dangle. `code` is the engine's own.
@@ -156,7 +157,7 @@ class SqlTokenSink(SqlStore):
 
         self._replay_once()
         with self._database.doors() as doors:
-            held = await doors.write(refuse)
+            held = await doors.write(refuse, rollout=key)
             if held != code:
                 raise PayloadConflictError(
                     f"model call {model_call_id} of rollout {rollout_id} was refused before with another code "
@@ -244,8 +245,8 @@ async def _read_base(
 
 
 async def _put_alone(doors: Doors, put: Put) -> None:
-    while not await doors.write(put.store_txn):
-        fields = await doors.write(put.compare_txn)
+    while not await doors.write(put.store_txn, rollout=put.key):
+        fields = await doors.write(put.compare_txn, rollout=put.key)
         if fields:
             raise PayloadConflictError(
                 f"model call {put.entry.model_call_id} of rollout {put.key.rollout_id} was stored before with "

@@ -20,7 +20,7 @@ from tokencustody.errors import (
     StoreUnavailableError,
 )
 from tokencustody.sql.coalescing import Coalesce
-from tokencustody.sql.dialects import insert_if_absent, looked_up
+from tokencustody.sql.dialects import insert_if_absent, limit_waiting, looked_up
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
 from tokencustody.sql.row_hash import HASH_COLUMN, is_proven, row_sha256
 from tokencustody.sql.staged_codec import (
@@ -199,6 +199,7 @@ class SqlStagingStore(DatabaseClient):
         removed: set[str] = set()
 
         def remove(connection: Connection) -> None:
+            limit_waiting(connection)
             for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
                 # Locked, so that nobody compares a repeat with a call that is half gone.
                 found = connection.execute(self._asked_for(connection, chunk, _IDS, lock=True)).all()
@@ -261,6 +262,7 @@ class SqlStagingStore(DatabaseClient):
             each[HASH_COLUMN] = row_sha256(staged_attachments, each)
 
         def store(connection: Connection) -> list[str]:
+            limit_waiting(connection)
             while True:
                 stored = connection.execute(insert_if_absent(connection, staged_calls), row)
                 if stored.rowcount:
@@ -291,7 +293,7 @@ class SqlStagingStore(DatabaseClient):
                         _STAGED_CALLS.shared, call, rollout=call.rollout, size=size
                     ):
                         return []
-                differing = await doors.write(store)
+                differing = await doors.write(store, rollout=key)
                 if differing:
                     doors.count("conflicts")
                 return differing
