@@ -6,7 +6,6 @@ From the command line the URL comes from `-x url=…` or the variable TOKENCUSTO
 from __future__ import annotations
 
 import os
-from logging.config import fileConfig
 from typing import TYPE_CHECKING, Any
 
 from alembic import context
@@ -55,6 +54,8 @@ def given_url() -> str:
 
 
 if config.config_file_name is not None:
+    from logging.config import fileConfig
+
     fileConfig(config.config_file_name, disable_existing_loggers=False)
 
 if context.is_offline_mode():

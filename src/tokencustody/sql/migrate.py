@@ -23,6 +23,7 @@ from sqlalchemy.pool import NullPool
 
 from tokencustody.errors import SchemaMismatchError, StoreUnavailableError
 from tokencustody.fingerprint import FINGERPRINT_VERSION
+from tokencustody.migrations import configuration
 from tokencustody.records import DIGEST_VERSION, SCHEMA_VERSION
 from tokencustody.sql import catalogue, engine, postgresql, sqlite, tables
 from tokencustody.sql.codec import SHARED_CODEC_VERSION
@@ -138,7 +139,7 @@ def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
     with _turn:
         from alembic import command
 
-        config = _config(output_buffer=buffer)
+        config = configuration(output_buffer=buffer)
         config.attributes["dialect"] = dialect
         command.upgrade(config, revisions, sql=True)
     return buffer.getvalue()
@@ -220,7 +221,7 @@ def _run(
             raise SchemaMismatchError(_revision_problem(before, url.display))
         if before.revision is None:
             catalogue.refuse_strangers(connection, tables.metadata, url.display)
-        config = _config()
+        config = configuration()
         config.attributes["connection"] = connection
         if progress is not None:
             config.attributes["on_version_apply"] = lambda *, step, **_: progress(
@@ -310,14 +311,6 @@ def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(work)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
-
-
-def _config(output_buffer: io.StringIO | None = None) -> Config:
-    from alembic.config import Config
-
-    config = Config(output_buffer=output_buffer)
-    config.set_main_option("script_location", "tokencustody:migrations")
-    return config
 
 
 def _check_known(revision: str) -> None:

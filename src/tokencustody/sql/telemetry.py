@@ -2,6 +2,8 @@
 
 They are named `tokencustody.<name>`. Each database has its own series, by the attribute `database`: host, port and
 name, or the file, never a password. Retries have the attribute `cause` too. Whoever sets a meter provider gets them.
+
+Its API is imported with this module: what a call imported, a fork in another thread would leave locked in the child.
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ from tokencustody.sql import registry
 from tokencustody.sql.stats import STATS, Kind, Stat
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import CallbackOptions, Observation
+    from opentelemetry.metrics import CallbackOptions
+
+try:
+    from opentelemetry import metrics
+except ImportError:
+    metrics = None  # type: ignore[assignment]
 
 
 @cache
 def publish() -> bool:
     """Offer the figures of this process to OpenTelemetry, once; return whether its API is there."""
-    try:
-        from opentelemetry.metrics import get_meter
-    except ImportError:
+    if metrics is None:
         return False
-    meter = get_meter("tokencustody")
+    meter = metrics.get_meter("tokencustody")
     causes = [stat for stat in STATS if stat.cause is not None]
     for stat in STATS:
         if stat.cause is not None:
@@ -40,13 +45,11 @@ def publish() -> bool:
     return True
 
 
-def _observe(shown: Iterable[Stat], _options: CallbackOptions) -> Iterable[Observation]:
-    from opentelemetry.metrics import Observation
-
+def _observe(shown: Iterable[Stat], _options: CallbackOptions) -> Iterable[metrics.Observation]:
     for database in registry.databases():
         counted = registry.stats_of(database)
         for stat in shown:
             attributes = {"database": database.display}
             if stat.cause is not None:
                 attributes["cause"] = stat.cause
-            yield Observation(counted[stat.name], attributes)
+            yield metrics.Observation(counted[stat.name], attributes)

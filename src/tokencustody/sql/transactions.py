@@ -27,6 +27,7 @@ from tokencustody.errors import (
     StoreUnavailableError,
     TokenCaptureFrozenError,
 )
+from tokencustody.migrations import prepare
 from tokencustody.sql import migrate, registry, telemetry
 from tokencustody.sql.coalescing import Coalesce, Gatherer
 from tokencustody.sql.engine import (
@@ -98,6 +99,10 @@ class Database:
             raise InvalidRecordError(f"coalesce must be one of {', '.join(Coalesce)}, not {coalesce!r}")
         self.url = url
         self._creates = creates and not read_only
+        # What is imported or made for the first time on the way of a call, a fork in another thread would leave locked.
+        telemetry.publish()
+        if url.is_sqlite and self._creates:
+            prepare()
         self._coalesce = Coalesce(coalesce)
         self._key = EngineKey(url, pool_size, deadline, read_only)
         self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
@@ -169,7 +174,6 @@ class Database:
             for held in list(self._held):
                 if held[1].is_closed():
                     self._held.pop(held, None)
-            telemetry.publish()
             engines = self._held[here] = registry.acquire(self._key)
             if self._closed and self._held.pop(here, None) is not None:
                 registry.release(self._key, engines)
