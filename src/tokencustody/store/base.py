@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import UTC, datetime
-from typing import Self
+from typing import Self, TypedDict
 
 from tokencustody.errors import EntryTooLargeError, InvalidRecordError, StoreUnavailableError
 from tokencustody.sql.coalescing import Coalesce
@@ -22,18 +22,23 @@ DEFAULT_MAX_ENTRY_BYTES = 256 * 2**20
 _LARGEST_MAX_ENTRY_BYTES = 900 * 2**20
 
 
+class Options(TypedDict):
+    """The options of every store but its URL: see `open_store`."""
+
+    run: str
+    writer: str | None
+    deadline: float
+    pool_size: int
+    coalesce: str
+    spill: str | os.PathLike[str] | None
+    max_entry_bytes: int
+
+
 class DatabaseClient:
     """A client of one database and one run. Making it opens nothing.
 
-    `url` names the database: `sqlite:///captures.db`, a path, or `postgresql://user@host/database`. `run` is the
-    namespace of every rollout id, under the same rules as an id. `writer` signs rows instead of `host:pid`. `deadline`
-    is the number of seconds after which retries end in `StoreUnavailableError`. `pool_size` is the number of
-    connections (on SQLite: of readers) that the stores of one process and loop share; with many workers it multiplies.
-    `coalesce` says which concurrent calls of one process may share a transaction: those of the whole "process", those
-    of one "rollout" (for a database that is distributed by rollout), or none ("off"). `spill` is the folder on this
-    host where marks wait while the database cannot be reached, None for none; unless given it is TOKENCUSTODY_SPILL,
-    or `tokencustody/spill` in the XDG state folder. A call whose packed bytes, attachments included, are more than
-    `max_entry_bytes` is refused with EntryTooLargeError.
+    `url` names the database: `sqlite:///captures.db`, a path, or `postgresql://user@host/database`. The options are
+    those of `open_store`.
     """
 
     # Whether a SQLite file that does not exist is made, and whether nothing at all is written.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any, Self
+from typing import Self
 
+from tokencustody.sql.coalescing import Coalesce
+from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
+from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, Options
 from tokencustody.store.ledger import SqlLineageStore
 from tokencustody.store.sink import SqlTokenSink
 from tokencustody.store.source import SqlTokenSource
@@ -14,9 +17,29 @@ from tokencustody.store.staging import SqlStagingStore
 
 class CaptureStore:
     """The stores of one database and run: `sink`, `source` and `lineage`, which share one engine, and `staging`, which
-    is synchronous and has its own."""
+    is synchronous and has its own. The parameters are those of `open_store`."""
 
-    def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        run: str = "default",
+        writer: str | None = None,
+        deadline: float = DEFAULT_DEADLINE,
+        pool_size: int = DEFAULT_POOL_SIZE,
+        coalesce: str = Coalesce.PROCESS,
+        spill: str | os.PathLike[str] | None = "",
+        max_entry_bytes: int = DEFAULT_MAX_ENTRY_BYTES,
+    ) -> None:
+        options = Options(
+            run=run,
+            writer=writer,
+            deadline=deadline,
+            pool_size=pool_size,
+            coalesce=coalesce,
+            spill=spill,
+            max_entry_bytes=max_entry_bytes,
+        )
         self.sink = SqlTokenSink(url, **options)
         self.source = SqlTokenSource(url, **options)
         self.lineage = SqlLineageStore(url, **options)
@@ -48,10 +71,42 @@ class CaptureStore:
         return f"CaptureStore({self.sink!r})"
 
 
-def open_store(url: str | os.PathLike[str], *, run: str = "default", **options: Any) -> CaptureStore:
+def open_store(
+    url: str | os.PathLike[str],
+    *,
+    run: str = "default",
+    writer: str | None = None,
+    deadline: float = DEFAULT_DEADLINE,
+    pool_size: int = DEFAULT_POOL_SIZE,
+    coalesce: str = Coalesce.PROCESS,
+    spill: str | os.PathLike[str] | None = "",
+    max_entry_bytes: int = DEFAULT_MAX_ENTRY_BYTES,
+) -> CaptureStore:
     """Return the stores of `run` in the database at `url`, to be used in `async with` or closed with `close()`.
 
     Opening is lazy: the first call connects, creates the tables of a SQLite file that is new, and raises
-    SchemaMismatchError when the database is on another revision. Options as for `SqlStore`.
+    SchemaMismatchError when the database is on another revision. Raises InvalidRecordError for an option that makes no
+    sense. The options are those of every store:
+
+    - `run`: the namespace of every rollout id, under the same rules as an id.
+    - `writer`: signs rows instead of `host:pid`.
+    - `deadline`: seconds after which retries end in StoreUnavailableError.
+    - `pool_size`: connections (on SQLite: readers) that the stores of one process and event loop share. One is left for
+      calls that gather, and from 3 on another one for calls that wait for nobody; of the rest, calls wait for rollouts
+      that somebody holds. With 1 or 2, such waits are cut short and tried again.
+    - `coalesce`: which concurrent calls of one process may share a transaction: those of the whole "process", those of
+      one "rollout" (for a database that is distributed by rollout), or none ("off").
+    - `spill`: the folder on this host where marks wait while they cannot be stored, None for none; unless given it is
+      TOKENCUSTODY_SPILL, or `tokencustody/spill` in the XDG state folder.
+    - `max_entry_bytes`: a call whose packed bytes, attachments included, are more is refused with EntryTooLargeError.
     """
-    return CaptureStore(url, run=run, **options)
+    return CaptureStore(
+        url,
+        run=run,
+        writer=writer,
+        deadline=deadline,
+        pool_size=pool_size,
+        coalesce=coalesce,
+        spill=spill,
+        max_entry_bytes=max_entry_bytes,
+    )
