@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tokencustody.bodies import request_items
 from tokencustody.fingerprint import assistant_fingerprint, conversation_digest
 from tokencustody.lineage import RolloutLineage, stamp_continuation
 from tokencustody.protocols import (
@@ -81,6 +82,7 @@ __all__ = [
     "installed_token_sink",
     "installed_token_source",
     "open_store",
+    "request_items",
     "stamp_continuation",
     "stamp_lineage",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tokencustody.bodies import request_items
 from tokencustody.demo.model import MODEL_NAME, ChatModel, Completion, ModelRefusedError
 from tokencustody.lineage import stamp_continuation
 from tokencustody.records import TokenEntry, stamp_lineage
@@ -80,12 +81,13 @@ class RolloutPlayer:
         messages: list[dict[str, Any]],
         turn: int | None = None,
     ) -> Completion | None:
-        request_items = list(messages)
+        # The body of a Chat request; instructions and tools would be in its items too.
+        items = request_items({"messages": list(messages)})
         call_id = f"{plan.rollout_id}-call-{len(played.announced)}"
-        parent = await self.store.lineage.resolve(plan.rollout_id, request_items)
-        prompt = rendered = await self.model.render(request_items)
+        parent = await self.store.lineage.resolve(plan.rollout_id, items)
+        prompt = rendered = await self.model.render(messages)
         if parent.match is not None:
-            prompt = await self.model.extend(parent.match.cumulative_token_ids, request_items[-1]["content"])
+            prompt = await self.model.extend(parent.match.cumulative_token_ids, messages[-1]["content"])
         await self.store.sink.begin_call(plan.rollout_id, call_id)
         played.announced.append(call_id)
         if prompt != rendered:
@@ -99,7 +101,7 @@ class RolloutPlayer:
             return None
         if turn is None or turn != plan.lost_turn:
             # Made once: a retry must send the same bytes, its time of creation included.
-            entry = _entry(plan.rollout_id, call_id, request_items, completion, parent)
+            entry = _entry(plan.rollout_id, call_id, items, completion, parent)
             await self.store.sink.put(entry)
             if turn in plan.retried_turns:
                 await self.store.sink.put(entry)
@@ -115,7 +117,7 @@ def _user(text: str) -> dict[str, Any]:
 def _entry(
     rollout_id: str,
     call_id: str,
-    request_items: list[dict[str, Any]],
+    items: list[dict[str, Any]],
     completion: Completion,
     parent: LineageResolution,
 ) -> TokenEntry:
@@ -141,4 +143,4 @@ def _entry(
     stamp_lineage(
         entry, parent.match.model_call_id if parent.match else None, parent_resolution=parent.status
     )
-    return stamp_continuation(entry, request_items)
+    return stamp_continuation(entry, items)

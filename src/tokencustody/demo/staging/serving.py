@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from tokencustody.control.server import bind, serve_control
 from tokencustody.demo.staging.plans import MISTAKEN_RESPONSE_ID, StagedPlan, plan_staged_rollouts
 from tokencustody.demo.staging.processes import Line, Report, run_role
-from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
+from tokencustody.fingerprint import assistant_fingerprint
+from tokencustody.lineage import continuation_of
 from tokencustody.protocols import LineageResolution
 from tokencustody.records import ParentResolutionStatus
 from tokencustody.staging.records import (
@@ -145,13 +146,14 @@ def _commit(
     admitted_at: float,
 ) -> CaptureLedgerCommit:
     output = response["output"]
+    continuation = continuation_of(request_items, output)
     row = coords.model_dump(exclude={"rollout_id", "disposition"}) | {
         "mode": "text" if parent.match is None else "token_in",
         "response_id": response["id"],
         "admitted_at": admitted_at,
         "output_fingerprint": assistant_fingerprint(output),
-        "continuation_fingerprint": assistant_fingerprint([*request_items, *output]),
-        "fingerprint_version": FINGERPRINT_VERSION,
+        "continuation_fingerprint": continuation.fingerprint,
+        "fingerprint_version": continuation.version,
     }
     # This call's own key included: it is what a child's prefix is made of.
     chain = (*(parent.match.staging_chain if parent.match else ()), row["staging_key"])
