@@ -64,7 +64,7 @@ def test_the_help_names_every_command(
     with pytest.raises(SystemExit, match="0"):
         main()
     out = capsys.readouterr().out
-    assert all(command in out for command in ("db", "rollouts", "show", "conformance", "demo"))
+    assert all(command in out for command in ("db", "backup", "rollouts", "show", "conformance", "demo"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -180,6 +180,7 @@ def test_a_wrong_password_is_not_repeated(failing: Failing, postgres_url: str) -
     "command",
     [
         *COMMANDS,
+        ["backup", "backup.db"],
         ["conformance"],
         ["demo"],
         ["demo", "--staging"],

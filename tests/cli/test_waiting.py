@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import asyncpg
 import pytest
@@ -82,6 +84,32 @@ def test_a_server_that_does_not_answer_is_named_once_on_standard_error(
     assert lines[0].startswith("waiting for postgresql://me@127.0.0.1:1/captures to answer, at most ")
     assert "s3cret" not in err
     assert "look whether the server runs and listens there" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["db", "check"],
+        ["sql", "SELECT 1"],
+        ["export", "out"],
+        ["copy", "--to", "copy.db"],
+        ["serve", "--port", "0"],
+    ],
+    ids=" ".join,
+)
+def test_a_server_that_takes_a_connection_and_says_nothing_is_waited_for_aloud(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOKENCUSTODY_AUTH_TOKEN", "a-token-of-sixteen-or-more-characters")
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://me@127.0.0.1:{silent.getsockname()[1]}/captures"
+        process = started(*command, "--from" if command[0] == "copy" else "--url", url)
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        process.kill()
+    process.communicate()
+    assert said.startswith(f"waiting for {url} to answer")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tokencustody.sql.faults import unavailable
 from tokencustody.sql.folders import sync_folder
 from tokencustody.sql.sqlite import file_engine, refuse_no_file
 from tokencustody.sql.url import DatabaseUrl, parse_url
+from tokencustody.sql.waits import waiting
 
 _PATIENCE = 10.0
 _PAGES_AT_ONCE = 1000
@@ -140,7 +141,8 @@ def _copy(source: DatabaseUrl, temporary: Path, target: Path, progress: Progress
             assert isinstance(connection, sqlite3.Connection)  # noqa: S101 - the driver's own
             # Held until the end: SQLite would begin anew with each commit of another process.
             connection.execute("BEGIN").close()
-            held = _held(connection, source)
+            with waiting(source, _PATIENCE):
+                held = _held(connection, source)
             # Synced once, when it is whole.
             copy.execute("PRAGMA synchronous = OFF").close()
             connection.backup(

@@ -19,6 +19,7 @@ from tokencustody.sql.connecting import connect
 from tokencustody.sql.engine import DEFAULT_DEADLINE
 from tokencustody.sql.faults import classify, unavailable
 from tokencustody.sql.url import DatabaseUrl
+from tokencustody.sql.waits import waiting
 
 Rows = Iterator[Sequence[Any]]
 # Takes the names of the columns and the rows, which are read from the database as they are taken.
@@ -154,7 +155,8 @@ class PostgresqlQueries:
 
     async def _run(self, statement: str, consume: Consume) -> None:
         try:
-            connection = await connect(self._url, DEFAULT_DEADLINE)
+            with waiting(self._url, DEFAULT_DEADLINE):
+                connection = await connect(self._url, DEFAULT_DEADLINE)
         except Exception as exc:
             if classify(exc) is not None:
                 raise unavailable(self._url, exc) from exc
