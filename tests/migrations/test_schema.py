@@ -133,15 +133,36 @@ def test_check_sees_that_a_view_was_replaced_under_its_comment(empty_postgres_ur
     ]
 
 
-def test_check_trusts_the_wording_of_another_release_of_the_server(empty_postgres_url: str) -> None:
+def test_check_trusts_the_wording_of_another_release_of_the_server_until_an_upgrade_makes_it_anew(
+    empty_postgres_url: str,
+) -> None:
     migrate.upgrade(empty_postgres_url)
+    before = probes.rows(empty_postgres_url, "SELECT obj_description('audit_calls'::regclass)")
     probes.rows(empty_postgres_url, "COMMENT ON VIEW audit_calls IS 'tokencustody 9 as it was worded then'")
     assert migrate.check(empty_postgres_url) == []
+    said: list[str] = []
+    migrate.upgrade(empty_postgres_url, progress=said.append)
+    assert said == ["made anew: view audit_calls"]
+    assert probes.rows(empty_postgres_url, "SELECT obj_description('audit_calls'::regclass)") == before
+
+
+def test_check_takes_a_view_without_our_comment_for_altered(empty_postgres_url: str) -> None:
+    migrate.upgrade(empty_postgres_url)
     probes.rows(empty_postgres_url, "COMMENT ON VIEW audit_calls IS 'mine'")
     assert migrate.check(empty_postgres_url) == [
         "missing: view audit_calls",
         "unexpected: view audit_calls, altered",
     ]
+
+
+def test_check_is_the_same_however_a_database_words_its_names(empty_postgres_url: str) -> None:
+    migrate.upgrade(empty_postgres_url)
+    name = parse_url(empty_postgres_url).display.rpartition("/")[2]
+    probes.rows(empty_postgres_url, f'ALTER DATABASE "{name}" SET quote_all_identifiers = on')
+    assert migrate.check(empty_postgres_url) == []
+    migrate.downgrade(empty_postgres_url, "0004_audit")
+    migrate.upgrade(empty_postgres_url)
+    assert migrate.check(empty_postgres_url) == []
 
 
 @pytest.mark.parametrize(

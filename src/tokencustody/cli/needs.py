@@ -16,7 +16,7 @@ NEEDS = {
     "sql": "an auditor, a trainer of all runs or the owner of the tables for the views, and for token data "
     "a worker or trainer of the run",
     "export": _TRAINER,
-    "copy": "a trainer of the run or the owner of the tables to read, and the owner to write",
+    "copy": "a worker or trainer of the run or the owner of the tables to read, and the owner to write",
     "import": _OWNER,
     "retire": _TRAINER,
     "delete": _OWNER,
