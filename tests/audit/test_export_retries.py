@@ -207,6 +207,11 @@ CASES: dict[str, tuple[list[TokenEntry], list[list[str]], dict[str, str]]] = {
         [["a", "b"]],
         {"c": AMBIGUOUS, "d": AMBIGUOUS},
     ),
+    "one that names itself, which continues nothing": (
+        [call("a", P, [3]), call("b", [*P, 3], [4], "b"), unresolved("c", [*P, 3], [5])],
+        [["a"]],
+        {"b": AMBIGUOUS, "c": AMBIGUOUS},
+    ),
     "one as a delta, one in full": (
         [
             call("a", P, [3]),

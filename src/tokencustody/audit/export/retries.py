@@ -45,10 +45,10 @@ class _Settling:
         self._continued: set[str] = set()
         self._surely_continued: set[str] = set()
         for entry in rollout.entries:
-            if entry.parent_call_id is not None:
-                self._continued.add(entry.parent_call_id)
+            if entry.parent_call_id not in (None, entry.model_call_id):
+                self._continued.add(str(entry.parent_call_id))
                 if not self._is_conflicting(entry):
-                    self._surely_continued.add(entry.parent_call_id)
+                    self._surely_continued.add(str(entry.parent_call_id))
         self._lengths = self._prompt_lengths()
         self._sequences: dict[str, bytes] = {}
         self._settled = Settled()
@@ -120,7 +120,9 @@ class _Settling:
             # The unknown parent may be that of any other; but what sampled nothing and was asked again is the parent of
             # the next answer, and no sibling of that.
             parents = {entry.parent_call_id for entry in prompt}
-            group = [entry for entry in prompt if entry.model_call_id not in parents]
+            group = [
+                entry for entry in prompt if entry.generation_token_ids or entry.model_call_id not in parents
+            ]
             asked_again = len(group) < len(prompt)
             yield group, {entry.model_call_id for entry in by_parent[_UNKNOWN] if asked_again}
 
