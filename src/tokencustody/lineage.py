@@ -36,6 +36,8 @@ NO_MATCH = "no_match"
 AMBIGUOUS = "ambiguous"
 UNHASHED_ITEMS = "unhashed_items"
 
+# By which calls can be stamped, so that requests resolve to them.
+FINGERPRINT_VERSIONS = (FINGERPRINT_VERSION, FINGERPRINT_VERSION_3)
 MOST_FINGERPRINTS = 5
 
 

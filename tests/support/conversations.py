@@ -345,11 +345,13 @@ def _odd_arguments() -> list[Asked]:
     ]
 
 
+UNHASHED_BY_VERSION_2 = _unhashed_by_version_2()
+DIALECTS = _dialects()
 SCENARIOS = [
     *_empty_answers(),
     *_conflicts(),
     *_inserted(),
-    *_unhashed_by_version_2(),
-    *_dialects(),
+    *UNHASHED_BY_VERSION_2,
+    *DIALECTS,
     *_odd_arguments(),
 ]

@@ -25,7 +25,7 @@ from tokencustody.audit.gym_import.records import (
 from tokencustody.audit.gym_import.report import FindingKind, ImportedRollout, Outcome
 from tokencustody.audit.gym_import.verdict import Verdict
 from tokencustody.errors import InvalidRecordError
-from tokencustody.fingerprint import FINGERPRINT_VERSION
+from tokencustody.lineage import FINGERPRINT_VERSIONS
 from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import PackedEntry, differing_fields, pack_entry
 from tokencustody.sql.id_columns import PackedIds
@@ -241,14 +241,14 @@ class Walk:
             self._lose(path, line, call, problem)
         elif entry.digest is None and entry.parent_resolution is None:
             self._find(_NOTE, path, line, call, "a legacy record without lineage: it has no digest to check")
-        if entry.fingerprint_version not in (None, FINGERPRINT_VERSION):
+        if entry.fingerprint_version not in (None, *FINGERPRINT_VERSIONS):
             self._find(
                 _NOTE,
                 path,
                 line,
                 call,
-                f"its fingerprint has version {entry.fingerprint_version}, not {FINGERPRINT_VERSION}: no request "
-                "resolves to it",
+                f"its fingerprint has version {entry.fingerprint_version}, which is not among "
+                f"{FINGERPRINT_VERSIONS}: no request resolves to it",
             )
 
     def _base(self, connection: Connection | None, entry: TokenEntry) -> KnownSequence | None:
