@@ -24,7 +24,7 @@ _QUERIES = {
     "versions": "SELECT rollout_id, version, event, snapshot_id, model_call_id FROM snapshot_versions"
     " WHERE run = $1 ORDER BY 1, 2",
     "failures": "SELECT rollout_id, version, kind, model_call_id FROM failures WHERE run = $1",
-    "intents": "SELECT rollout_id, model_call_id, refusal_code FROM intents WHERE run = $1",
+    "intents": "SELECT rollout_id, model_call_id, refused_at FROM intents WHERE run = $1",
     "entries": "SELECT rollout_id, model_call_id, parent_call_id, shared_len, prompt_len + generation_len,"
     " prompt_is_delta, coalesce(stored_sha256, payload_sha256), {sha256} FROM entries WHERE run = $1",
     "ledger": "SELECT rollout_id, position, model_call_id FROM ledger_calls WHERE run = $1"
@@ -152,7 +152,7 @@ def _after_fence(book: _Book) -> Broken:
             if each.event in ("drop", "retire"):
                 allowed = set()
             elif each.event == "freeze":
-                allowed = {"mark", "drop", "retire"}
+                allowed = {"mark", "drop", "retire", "late_ledger", "late_stage"}
 
 
 def _snapshot_id(book: _Book) -> Broken:
@@ -201,8 +201,8 @@ def _incomplete(book: _Book) -> Broken:
     failed = {row[0] for row in book.rows["failures"]}
     dangling = {
         rollout
-        for rollout, call, code in book.rows["intents"]
-        if code is None and call not in book.calls[rollout]
+        for rollout, call, refused_at in book.rows["intents"]
+        if refused_at is None and call not in book.calls[rollout]
     }
     for rollout, fence in book.fences.items():
         due = rollout in failed or (fence.state == "frozen" and rollout in dangling)
@@ -212,8 +212,8 @@ def _incomplete(book: _Book) -> Broken:
 
 def _refusals(book: _Book) -> Broken:
     refused: dict[str, list[str]] = defaultdict(list)
-    for rollout, call, code in book.rows["intents"]:
-        if code is not None:
+    for rollout, call, refused_at in book.rows["intents"]:
+        if refused_at is not None:
             refused[rollout].append(call)
     for rollout, versions in book.versions.items():
         events = sorted(each.call for each in versions if each.event == "refusal")

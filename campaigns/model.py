@@ -180,9 +180,7 @@ def _refuse(state: RolloutState, arguments: Arguments, _: Answer | None) -> tupl
     held = state.intents.get(call)
     if held is None:
         return state.advanced(intents=state.intents.plus(call, code)), _DONE
-    if held == code:
-        return state, _DONE
-    return state.marked(), _CONFLICT
+    return state, _DONE if held == code else _CONFLICT
 
 
 def _mark(state: RolloutState, _: Arguments, __: Answer | None) -> tuple[RolloutState, Answer]:
@@ -263,7 +261,7 @@ def _record(state: RolloutState, arguments: Arguments, _: Answer | None) -> tupl
         return state, _DONE if held.payload == arguments["payload"] else _CONFLICT
     if any(failed == call for failed, _ in state.failures):
         return state, _CONFLICT
-    return state._replace(records=(*state.records, (call, Call.of(arguments)))), _DONE
+    return _recorded(state, records=(*state.records, (call, Call.of(arguments)))), _DONE
 
 
 def _record_failure(
@@ -272,10 +270,14 @@ def _record_failure(
     if state.fence == RETIRED:
         return state, _DONE
     call, reason = arguments["call"], arguments["reason"]
-    held = next((held for failed, held in state.failures if failed == call), None)
-    if held is not None:
-        return state, _DONE if held == reason else _CONFLICT
-    return state._replace(failures=(*state.failures, (call, reason))), _DONE
+    if (call, reason) in state.failures:
+        return state, _DONE
+    return _recorded(state, failures=(*state.failures, (call, reason))), _DONE
+
+
+def _recorded(state: RolloutState, **changes: Any) -> RolloutState:
+    """Return the state with another row in the ledger, which is a version where it comes behind a freeze."""
+    return state.advanced(**changes) if state.fence == FROZEN else state._replace(**changes)
 
 
 def _manifest(state: RolloutState, _: Arguments, __: Answer | None) -> tuple[RolloutState, Answer]:
@@ -388,7 +390,7 @@ ERRORS: dict[str, frozenset[str]] = {
     "retire": frozenset(),
     "delete": frozenset(),
     "record": frozenset({CONFLICT_ERROR}),
-    "record_failure": frozenset({CONFLICT_ERROR}),
+    "record_failure": frozenset(),
     "manifest": frozenset({LEDGER_RETIRED_ERROR}),
     "resolve": frozenset({LINEAGE_ERROR}),
     "stage": frozenset({STAGED_CONFLICT_ERROR}),

@@ -39,7 +39,7 @@ class Violation:
 
 Broken = Iterator[tuple[str, tuple[Operation, ...]]]
 
-# What an operation is about beside the call: two that differ in it conflict.
+# What an operation is about beside the call: two that differ in it conflict, but for the reasons of a failed call.
 _CONTENTS = {
     "put": "payload",
     "record": "payload",
@@ -47,6 +47,7 @@ _CONTENTS = {
     "refuse": "code",
     "record_failure": "reason",
 }
+_UNIQUE = [name for name in _CONTENTS if name != "record_failure"]
 
 
 def explain(rollout: str, operations: Sequence[Operation]) -> list[Violation]:
@@ -152,7 +153,11 @@ def _version(history: _History) -> Broken:
     for first, second in history.pairs(frozen, frozen):
         if second.value["version"] < first.value["version"]:
             yield f"version {second.value['version']} came after {first.value['version']}", (first, second)
-    changes = [*history.ok("mark"), *history.failed(CONFLICT_ERROR, "put", "refuse")]
+    changes = [
+        *history.ok("mark"),
+        *history.failed(CONFLICT_ERROR, "put"),
+        *_new_rows(history),
+    ]
     for first, change in history.pairs(frozen, changes):
         for _, second in history.pairs([change], frozen):
             if second.value["version"] == first.value["version"]:
@@ -162,6 +167,15 @@ def _version(history: _History) -> Broken:
             if drop.arguments["version"] == first.value["version"]:
                 text = f"version {first.value['version']} was dropped after it had changed"
                 yield text, (first, change, drop)
+
+
+def _new_rows(history: _History) -> Iterator[Operation]:
+    """Yield what added a row to the ledger for sure: it was tried once, and nobody retired the rollout before."""
+    for name in ("record", "record_failure"):
+        tried = Counter((op.arguments["call"], op.arguments[_CONTENTS[name]]) for op in history.named(name))
+        for op in history.stored(name):
+            if tried[op.arguments["call"], op.arguments[_CONTENTS[name]]] == 1:
+                yield op
 
 
 def _snapshot(history: _History) -> Broken:
@@ -216,7 +230,7 @@ def _parent(history: _History) -> Broken:
 
 
 def _false_conflict(history: _History) -> Broken:
-    for name in _CONTENTS:
+    for name in _UNIQUE:
         error = STAGED_CONFLICT_ERROR if name == "stage" else CONFLICT_ERROR
         for refused in history.failed(error, name):
             call = refused.arguments["call"]
@@ -228,7 +242,8 @@ def _false_conflict(history: _History) -> Broken:
 
 
 def _swallowed_conflict(history: _History) -> Broken:
-    for name, content in _CONTENTS.items():
+    for name in _UNIQUE:
+        content = _CONTENTS[name]
         written = history.stored(name)
         for first, second in history.pairs(written, written):
             if (
@@ -247,7 +262,7 @@ def _hidden(history: _History) -> Broken:
         call = begun.arguments["call"]
         if call not in read.value["calls"] and call not in read.value["refusals"]:
             yield f"the intent of call {call} dangles, but the rollout counts as complete", (begun, read)
-    for conflict, read in history.pairs(history.failed(CONFLICT_ERROR, "put", "refuse"), complete):
+    for conflict, read in history.pairs(history.failed(CONFLICT_ERROR, "put"), complete):
         yield "a conflict does not show in the snapshot", (conflict, read)
     for mark, read in history.pairs(history.ok("mark"), complete):
         yield "a mark does not show in the snapshot", (mark, read)

@@ -53,7 +53,7 @@ class Event:
             return True
         value, error = self.answers[0] if self.answers else (None, None)
         if error == CONFLICT_ERROR:
-            return self.name in ("record", "record_failure")
+            return self.name != "put"
         return error is not None or value is False
 
     def is_out_of_reach(self, state: State) -> bool:

@@ -45,10 +45,10 @@ __all__ = [
 
 
 class CallRefusal(NamedTuple):
-    """A call that the engine refused, so that its intent does not dangle."""
+    """A call that the engine refused, so that its intent does not dangle. `code` is the engine's, if it gave one."""
 
     model_call_id: str
-    code: str
+    code: str | None
 
 
 @dataclass(frozen=True)

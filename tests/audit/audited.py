@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Executable, insert, update
 from tests.support import postgres
 from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
+from tests.support.older import refuse_with_another_code
 from tests.support.rollouts import linear_rollout
 from tests.support.staged import stage
 from tokencustody import ParentResolutionStatus, open_store
@@ -82,8 +83,7 @@ async def _complete_records(store: CaptureStore) -> None:
     await sink.put(make_entry("clean", "call-1"))
     await sink.put(make_entry("bad", "call-1", model="m"))
     await sink.refuse_call("bad", model_call_id="call-5", code="too_long")
-    with contextlib.suppress(PayloadConflictError):
-        await sink.refuse_call("bad", model_call_id="call-5", code="other")
+    await refuse_with_another_code(store, "bad", "call-5")
     for call in ("call-3", "", "call-3"):
         await sink.mark_incomplete("bad", call)
     await sink.begin_call("bad", "call-9")

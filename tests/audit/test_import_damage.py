@@ -311,7 +311,6 @@ WRONG_LEDGERS = {
     "digest": (ledger_line(model_call_id="call-2", digest="b" * 64), ("lost", 2, "call-2")),
     "unknown field": (ledger_line(model_call_id="call-2", new=1), ("lost", 2, "call-2")),
     "no reason": (b'{"failure_reason":"","model_call_id":"call-2"}\n', ("lost", 2, "call-2")),
-    "second reason": (FAILED + FAILED.replace(b"why", b"other"), ("note", 3, "call-1")),
     "success after failure": (FAILED + ledger_line(model_call_id="call-1"), ("lost", 3, "call-1")),
 }
 

@@ -13,6 +13,7 @@ from sqlalchemy import URL, Connection, NullPool, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.support.entries import make_entry
+from tests.support.older import refuse_with_another_code
 from tests.support.rollouts import linear_rollout
 from tests.support.staged import Staged, stage
 from tokencustody import CaptureLedgerCommit, TokenEntry, open_store
@@ -119,8 +120,7 @@ async def _fill_masked(store: CaptureStore) -> None:
     await sink.put(make_entry("masked", "begun"))
     await sink.begin_call("masked", "begun")
     await sink.refuse_call("masked", model_call_id="refused", code="too_long")
-    with contextlib.suppress(PayloadConflictError):
-        await sink.refuse_call("masked", model_call_id="refused", code="other")
+    await refuse_with_another_code(store, "masked", "refused")
     await sink.mark_incomplete("masked")
     await store.source.freeze("masked")
     await sink.mark_incomplete("masked", "late")

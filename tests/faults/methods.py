@@ -165,13 +165,6 @@ METHODS: dict[str, Method] = {
         versions=1,
         after=_holds("call-0", incomplete=False),
     ),
-    "conflicting refuse_call": Method(
-        lambda store, rollout: store.sink.refuse_call(rollout, model_call_id="call-1", code="busy"),
-        lambda store, rollout: store.sink.refuse_call(rollout, model_call_id="call-1", code="lost"),
-        versions=1,
-        answer=PayloadConflictError,
-        after=_holds(incomplete=True),
-    ),
     "mark_incomplete": Method(
         _OPEN,
         lambda store, rollout: store.sink.mark_incomplete(rollout, "call-1"),
@@ -196,6 +189,16 @@ METHODS: dict[str, Method] = {
         after=_ledger([], ["call-1"]),
     ),
     "import_rows": Method(_both(_OPEN, _export), _import, after=_ledger(["call-1"], [])),
+    "late record": Method(_both(_OPEN, _freeze), _record(), versions=1, after=_ledger(["call-1"], [])),
+    "late record_failure": Method(
+        _both(_OPEN, _freeze),
+        lambda store, rollout: store.lineage.record_failure(rollout, "call-1", "lost"),
+        versions=1,
+        after=_ledger([], ["call-1"]),
+    ),
+    "late import_rows": Method(
+        _both(_both(_OPEN, _freeze), _export), _import, versions=1, after=_ledger(["call-1"], [])
+    ),
     "stage": Method(
         _stage("call-0"), _stage(), Request.STATEMENT, versions=None, answer=True, after=_is_staged, soft=True
     ),

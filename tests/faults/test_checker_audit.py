@@ -71,7 +71,7 @@ _PLANTED = [
         "event after the fence",
         "frozen-1",
         "INSERT INTO snapshot_versions SELECT run, rollout_id, 2, 'refusal', 'late', 'b', snapshot_id,"
-        " recorded_at, written_by, NULL FROM snapshot_versions"
+        " recorded_at, written_by, NULL, NULL FROM snapshot_versions"
         " WHERE run = '{run}' AND rollout_id = 'frozen-1' AND version = 1",
     ),
     (

@@ -192,8 +192,6 @@ async def write(url: str) -> dict[str, Any]:
         with suppress(PayloadConflictError):
             await store.sink.put(entry("first", "marked", generation_log_probs=[-0.25, -0.5]))
         await store.sink.refuse_call("marked", model_call_id="refused", code="one")
-        with suppress(PayloadConflictError):
-            await store.sink.refuse_call("marked", model_call_id="refused", code="another")
         frozen = await store.source.freeze("frozen")
         dropped = await store.source.freeze("dropped")
         mark_exported(url, frozen)

@@ -118,15 +118,30 @@ async def test_a_refused_call_does_not_dangle_and_is_in_the_snapshot(store: Capt
     assert snapshot.version == 3
 
 
-async def test_a_refusal_with_another_code_is_a_conflict(store: CaptureStore) -> None:
+async def test_a_refusal_with_another_code_is_a_conflict_that_marks_nothing(store: CaptureStore) -> None:
     await store.sink.refuse_call("rollout-1", model_call_id="call-1", code="first")
-    with pytest.raises(
-        PayloadConflictError, match="call-1 of rollout rollout-1 was refused before with another code"
-    ):
+    said = "call-1 of rollout rollout-1 was refused before with the code first; that stays"
+    with pytest.raises(PayloadConflictError, match=said):
         await store.sink.refuse_call("rollout-1", model_call_id="call-1", code="second")
     snapshot = await store.source.freeze("rollout-1")
     assert snapshot.refusals == (("call-1", "first"),)
-    assert snapshot.incomplete
+    assert (snapshot.incomplete, snapshot.version) == (False, 2)
+
+
+async def test_an_engine_may_refuse_a_call_without_a_code(store: CaptureStore) -> None:
+    for call in ("call-1", "call-2"):
+        await store.sink.begin_call("rollout-1", call)
+    for code in (None, None):
+        await store.sink.refuse_call("rollout-1", model_call_id="call-1", code=code)
+    for code in ("busy", None):  # which says nothing else
+        await store.sink.refuse_call("rollout-1", model_call_id="call-2", code=code)
+    said = "call-1 of rollout rollout-1 was refused before without a code; that stays"
+    with pytest.raises(PayloadConflictError, match=said):
+        await store.sink.refuse_call("rollout-1", model_call_id="call-1", code="busy")
+    snapshot = await store.source.freeze("rollout-1")
+    assert snapshot.refusals == (("call-1", None), ("call-2", "busy"))
+    assert (snapshot.incomplete, snapshot.version) == (False, 3)
+    assert (await store.source.freeze("rollout-1")).refusals == snapshot.refusals
 
 
 async def test_a_mark_masks_an_open_rollout(store: CaptureStore) -> None:

@@ -82,15 +82,14 @@ async def test_other_data_under_a_call_id_is_a_conflict_and_the_first_stays(
     assert record == make_commit().record
 
 
-async def test_a_failure_is_listed_once_and_another_reason_is_a_conflict(store: CaptureStore) -> None:
-    await store.lineage.record_failure("rollout-1", "call-1", "worker_capture_failed")
-    await store.lineage.record_failure("rollout-1", "call-1", "worker_capture_failed")
-    with pytest.raises(PayloadConflictError, match="conflicting"):
-        await store.lineage.record_failure("rollout-1", "call-1", "another reason")
+async def test_each_reason_of_a_failed_call_is_listed_once(store: CaptureStore) -> None:
+    for reason in ("worker_capture_failed", "another reason", "worker_capture_failed"):
+        await store.lineage.record_failure("rollout-1", "call-1", reason)
     with pytest.raises(PayloadConflictError, match="conflicting"):
         await store.lineage.record(make_commit())
     manifest = await store.lineage.manifest("rollout-1")
-    assert (calls_of(manifest), failures_of(manifest)) == ([], [("call-1", "worker_capture_failed")])
+    reasons = ("worker_capture_failed", "another reason")
+    assert (calls_of(manifest), failures_of(manifest)) == ([], [("call-1", reason) for reason in reasons])
     assert await store.lineage.has_rows("rollout-1")
 
 

@@ -202,7 +202,7 @@ def _uncaptured_txn(connection: Connection, page: Subquery) -> defaultdict[tuple
     rows = connection.execute(
         _per_rollout(intents, page, intents.c.model_call_id)
         .outerjoin(entries, same_call)
-        .where(intents.c.refusal_code.is_(None), entries.c.model_call_id.is_(None))
+        .where(intents.c.refused_at.is_(None), entries.c.model_call_id.is_(None))
         .order_by(intents.c.begun_at)
     )
     found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)

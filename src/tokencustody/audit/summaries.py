@@ -110,7 +110,7 @@ class CallSummary:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """One call that was announced or refused; `stored` says whether its entry arrived."""
+    """One call that was announced or refused, perhaps without a code; `stored` says whether its entry arrived."""
 
     model_call_id: str
     stored: bool

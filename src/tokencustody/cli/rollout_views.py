@@ -199,7 +199,7 @@ def shown(detail: RolloutDetail) -> list[RenderableType]:
 def _header(detail: RolloutDetail) -> Group:
     rollout = detail.summary
     facts = Table.grid(padding=(0, 2))
-    refused = sum(intent.refusal_code is not None for intent in detail.intents)
+    refused = sum(intent.refused_at is not None for intent in detail.intents)
     for name, value in (
         ("state", Text(rollout.state, _STYLES[rollout.state])),
         ("incomplete", _verdict(rollout)),
@@ -240,8 +240,8 @@ def _calls_tree(detail: RolloutDetail) -> Tree:
         else "announced, neither stored nor refused"
     )
     for title, intents in (
-        ("refused by the engine", [intent for intent in absent if intent.refusal_code is not None]),
-        (waiting, [intent for intent in absent if intent.refusal_code is None]),
+        ("refused by the engine", [intent for intent in absent if intent.refused_at is not None]),
+        (waiting, [intent for intent in absent if intent.refused_at is None]),
     ):
         if intents:
             branch = tree.add(Text(title, "bold yellow"))
@@ -308,9 +308,9 @@ def _marks(detail: RolloutDetail) -> dict[str, list[str]]:
     """Return, for each call id, what is on record about the call besides its entry."""
     marks = defaultdict(list)
     for intent in detail.intents:
-        refused = intent.refusal_code is not None
+        refused = intent.refused_at is not None
         marks[intent.model_call_id].append(
-            f"refused: {printable(intent.refusal_code or '')}" if refused else "announced"
+            f"refused: {printable(intent.refusal_code or 'without a code')}" if refused else "announced"
         )
     for reason in detail.summary.reasons:
         marks[reason.model_call_id].append(f"{reason.kind.replace('_', ' ')}{_evidence_of(reason)}")
@@ -321,8 +321,8 @@ def _intent_line(intent: Intent) -> Text:
     line = Text.assemble(literal(intent.model_call_id, "bold"))
     line.append(f" · announced {moment(intent.begun_at, 'milliseconds')} by ", "dim")
     line.append_text(literal(intent.written_by, "dim"))
-    if intent.refusal_code is not None:
-        line.append(" · refused: ").append_text(literal(intent.refusal_code, "red"))
+    if intent.refused_at is not None:
+        line.append(" · refused: ").append_text(literal(intent.refusal_code or "without a code", "red"))
         line.append(f" at {moment(intent.refused_at, 'milliseconds')}", "dim")
     return line
 

@@ -111,6 +111,8 @@ _SHARING = built_once(lambda connection: locking(connection, _FENCE, exclusive=F
 _HAPPENED = select(snapshot_versions.c.version).where(
     of_rollout(snapshot_versions), snapshot_versions.c.event_id == bindparam("event_id")
 )
+# What a seal covers: see `store.seal`.
+SEAL_VERSION = 2
 _ADVANCE = update(fences).where(of_rollout(fences))
 _ADD_VERSION = insert(snapshot_versions)
 _ADD_FAILURE = insert(failures)
@@ -189,7 +191,7 @@ def advance_txn(
 ) -> int:
     """Give an exclusively locked fence its next version, with `changes` to its columns. Returns that version.
 
-    `seal` is what a freeze keeps of the calls behind it.
+    `seal` is the hash of what the rollout holds behind its fence.
     """
     version = fence.version + 1
     connection.execute(_ADVANCE, key.named(version=version, **changes))
@@ -260,5 +262,6 @@ def _add_version_txn(
             "recorded_at": at,
             "written_by": by,
             "sealed_sha256": seal,
+            "seal_version": None if seal is None else SEAL_VERSION,
         },
     )

@@ -18,14 +18,13 @@ from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import PackedEntry, pack_entry, validated
 from tokencustody.sql.dialects import insert_if_absent
 from tokencustody.sql.faults import is_ours
-from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, intents
+from tokencustody.sql.tables import FenceState, VersionEvent, entries, intents
 from tokencustody.sql.transactions import Doors
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.fence import (
     RolloutKey,
     Stamp,
     advance_txn,
-    fail_txn,
     happened_txn,
     lock_fence_txn,
     of_call,
@@ -46,7 +45,7 @@ _INTENT_SIZE = 1024
 _ENTRIES = CallInsert(entries, "committed_at", "payload_sha256")
 _INTENTS = CallInsert(intents, "begun_at")
 _ANNOUNCED = select(intents.c.begun_at, intents.c.written_by).where(of_call(intents))
-_REFUSAL = select(intents.c.refusal_code).where(of_call(intents))
+_REFUSAL = select(intents.c.refusal_code, intents.c.refused_at).where(of_call(intents))
 _REFUSE = update(intents).where(of_call(intents))
 _ADD_INTENT = insert(intents)
 
@@ -113,56 +112,44 @@ class SqlTokenSink(SqlStore):
             ):
                 await doors.write(announce, rollout=key)
 
-    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
-        """Record that the engine refused a call, so that its intent does not dangle. `code` is the engine's own.
+    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str | None) -> None:
+        """Record that the engine refused a call, so that its intent does not dangle. `code` is the engine's own, None
+        where it gave none.
 
-        The same code again is a no-op; another one makes the rollout incomplete and raises PayloadConflictError.
-        Raises TokenCaptureFrozenError or TokenCaptureRetiredError after the fence.
+        The same code again is a no-op, and so is a refusal without one; another code raises PayloadConflictError (a
+        ValueError), and marks nothing. Raises TokenCaptureFrozenError or TokenCaptureRetiredError after the fence.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         check_call_id(model_call_id)
-        check_call_id(code, "code")
+        if code is not None:
+            check_call_id(code, "code")
         stamp = Stamp.make(now(), self.written_by)
-        answer = code
 
-        def refuse(connection: Connection) -> str:
-            nonlocal answer
+        def refuse(connection: Connection) -> None:
             fence = lock_fence_txn(connection, key, stamp, exclusive=True)
             if happened_txn(connection, key, stamp):
-                # What the try before answered: the row may be gone since, with its rollout.
-                return answer
+                return  # the try before stored it; the row may be gone since, with its rollout
             refuse_if_frozen(fence, key, f"the refusal of call {model_call_id}")
             found = connection.execute(_REFUSAL, key.named(model_call_id)).one_or_none()
-            held: str | None = None if found is None else found.refusal_code
-            answer = held or code
+            if found is not None and found.refused_at is not None:
+                if code not in (None, found.refusal_code):
+                    held = (
+                        "without a code"
+                        if found.refusal_code is None
+                        else f"with the code {found.refusal_code}"
+                    )
+                    raise PayloadConflictError(
+                        f"model call {model_call_id} of rollout {rollout_id} was refused before {held}; that stays"
+                    )
+                return
             if found is None:
                 connection.execute(_ADD_INTENT, _intent(key, model_call_id, stamp))
-            if held is None:
-                refusal = key.named(model_call_id, refusal_code=code, refused_at=stamp.at)
-                connection.execute(_REFUSE, refusal)
-                advance_txn(connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id)
-                return answer
-            if held != code:
-                fail_txn(
-                    connection,
-                    key,
-                    fence,
-                    VersionEvent.CONFLICT,
-                    FailureKind.REFUSAL_CONFLICT,
-                    stamp,
-                    model_call_id=model_call_id,
-                    differing="code",
-                )
-            return answer
+            connection.execute(_REFUSE, key.named(model_call_id, refusal_code=code, refused_at=stamp.at))
+            advance_txn(connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id)
 
         self._replay_once()
         with self._database.doors() as doors:
-            held = await doors.write(refuse, rollout=key)
-            if held != code:
-                raise PayloadConflictError(
-                    f"model call {model_call_id} of rollout {rollout_id} was refused before with another code "
-                    f"({held}); that one stays and the rollout is incomplete"
-                )
+            await doors.write(refuse, rollout=key)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
         """Record that a call of this rollout was not captured, so that its sample is masked.

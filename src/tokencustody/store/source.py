@@ -28,7 +28,7 @@ from tokencustody.store.fence import (
 from tokencustody.store.ids import check_rollout_id
 from tokencustody.store.reading import all_calls_txn
 from tokencustody.store.removal import RolloutRemover, remove_records_txn
-from tokencustody.store.seal import INTENTS, check_seal_txn, seal_of
+from tokencustody.store.seal import check_seal_txn, held_txn, seal_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,13 @@ class SqlTokenSource(RolloutRemover):
         """Raise the fence and return everything that was stored before it.
 
         No put, begin_call or refuse_call that returned success, on any host, ever lies after it. Freezing again returns
-        the same snapshot id, and the same version unless the rollout was marked since. A rollout without calls gives an
-        empty snapshot. A delta whose parent never came, or that is its own parent through others, marks the rollout,
-        for nobody can read it whole.
+        the same snapshot id, and the same version unless the rollout was marked since, or got rows in its ledger or
+        staged calls. A rollout without calls gives an empty snapshot. A delta whose parent never came, or that is its
+        own parent through others, marks the rollout, for nobody can read it whole.
 
         Raises TokenCaptureRetiredError for a retired rollout, CorruptEntryError naming the first call whose stored
-        bytes are not those that were written, or the rollout if calls were removed or added behind the fence.
+        bytes are not those that were written, or the rollout if anything was removed, added or changed behind the
+        fence.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         stamp = Stamp.make(now(), self.written_by)
@@ -66,24 +67,26 @@ class SqlTokenSource(RolloutRemover):
             refuse_if_retired(fence, key, "the freeze")
             snapshot_id = fence.snapshot_id or minted_id
             calls = list(all_calls_txn(connection, key))
-            announced = connection.execute(INTENTS, key.named()).all()
+            held = held_txn(connection, key, calls)
             refused = {
-                row.model_call_id: row.refusal_code for row in announced if row.refusal_code is not None
+                row.model_call_id: row.refusal_code for row in held.announced if row.refused_at is not None
             }
             if fence.state is FenceState.FROZEN:
-                check_seal_txn(connection, key, calls, announced)
+                check_seal_txn(connection, key, held)
                 version, incomplete = fence.version, fence.incomplete
             else:
                 fence = mark_broken_txn(connection, key, fence, calls, stamp)
                 settled = refused.keys() | {row.model_call_id for row in calls}
-                incomplete = fence.incomplete or any(row.model_call_id not in settled for row in announced)
+                incomplete = fence.incomplete or any(
+                    row.model_call_id not in settled for row in held.announced
+                )
                 version = advance_txn(
                     connection,
                     key,
                     fence,
                     VersionEvent.FREEZE,
                     stamp,
-                    seal=seal_of(calls, announced),
+                    seal=seal_of(held),
                     state=FenceState.FROZEN,
                     snapshot_id=snapshot_id,
                     incomplete=incomplete,
@@ -106,8 +109,8 @@ class SqlTokenSource(RolloutRemover):
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> bool:
         """Retire exactly the frozen snapshot that was consumed.
 
-        Returns False, with nothing lost, when the rollout is open or unknown or was marked since. For a retired
-        rollout it is True only if it was exactly that snapshot.
+        Returns False, with nothing lost, when the rollout is open or unknown, or was marked or got rows in its ledger
+        or staged calls since. For a retired rollout it is True only if it was exactly that snapshot.
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         if not isinstance(snapshot_id, str):

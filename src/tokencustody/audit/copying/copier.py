@@ -42,7 +42,7 @@ _MOVE_FENCE = update(fences).where(of_rollout(fences))
 _REFUSE = update(intents).where(
     of_rollout(intents),
     intents.c.model_call_id == bindparam("call"),
-    intents.c.refusal_code.is_(None),
+    intents.c.refused_at.is_(None),
     intents.c.begun_at == bindparam("begun"),
 )
 

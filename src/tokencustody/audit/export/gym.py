@@ -14,7 +14,7 @@ from tokencustody.audit.export.calls import shape_of, sorted_json, strict_json
 from tokencustody.audit.export.folder import ExportFolder
 from tokencustody.audit.export.reading import FrozenRollout, making_sense
 from tokencustody.audit.export.report import Exported, LeftOut, Why
-from tokencustody.store.ledger import manifest_of
+from tokencustody.store.ledger_rows import manifest_of, record_of
 
 # As long as a file name may be, and the longest ending.
 _LONGEST_ROLLOUT_ID = 255 - len(".tokens.state.json")
@@ -25,12 +25,9 @@ _LINEAGE_FIELDS = {
     for name in (
         "admitted_at",
         "chain_hash",
-        "continuation_fingerprint",
         "cum_len",
-        "cumulative_hash",
         "delta_len",
         "extras_digest",
-        "fingerprint_version",
         "mode",
         "model_call_id",
         "output_fingerprint",
@@ -43,7 +40,6 @@ _LINEAGE_FIELDS = {
 } | {
     "context_digest": "continuation_context_digest",
     "context_len": "continuation_context_len",
-    "digest": "cumulative_hash",
     "fingerprint": "continuation_fingerprint",
     "staging_digest": "digest",
 }
@@ -157,6 +153,10 @@ def _one_a_line(calls: Any) -> bytes:
 
 def _lineage_line(row: Any) -> dict[str, Any]:
     line = {name: getattr(row, column) for name, column in _LINEAGE_FIELDS.items()}
+    # What the record claimed; `fingerprint` is what the store derived.
+    record = record_of(row)
+    line |= {name: record[name] for name in ("continuation_fingerprint", "fingerprint_version")}
+    line["cumulative_hash"] = line["digest"] = row.cumulative_hash or None
     line["staging_chain"] = json.loads(row.staging_chain)
     if row.capture_key is not None:
         line["capture_key"] = row.capture_key

@@ -23,7 +23,7 @@ from tokencustody.sql.tables import (
 from tokencustody.store.fence import RolloutKey, of_rollout
 from tokencustody.store.ledger import ledger_rows_txn
 from tokencustody.store.reading import IS_CONFLICTING
-from tokencustody.store.seal import INTENTS, check_seal_txn
+from tokencustody.store.seal import check_seal_txn, held_txn
 
 _FENCE = select(fences.c.state, fences.c.snapshot_id, fences.c.version, fences.c.incomplete).where(
     of_rollout(fences)
@@ -151,9 +151,9 @@ def rollout_txn(connection: Connection, key: RolloutKey, *, include_incomplete: 
     if state is not FenceState.FROZEN or (fence.incomplete and not include_incomplete):
         return rows
     rows.calls = list(connection.execute(_CALLS, key.named()))
-    announced = connection.execute(INTENTS, key.named()).all()
-    check_seal_txn(connection, key, rows.calls, announced)
-    rows.intents = sorted(row.model_call_id for row in announced if row.refusal_code is None)
+    held = held_txn(connection, key, rows.calls)
+    check_seal_txn(connection, key, held)
+    rows.intents = sorted(row.model_call_id for row in held.announced if row.refused_at is None)
     rows.failed = list(connection.scalars(_FAILURES, key.named()))
     rows.ledger, rows.ledger_failures = ledger_rows_txn(connection, key)
     present = {row.model_call_id for row in rows.calls}

@@ -14,7 +14,7 @@ from tokencustody.sql.staged_codec import unpack_call, unpack_extras
 from tokencustody.staging.rebuild import LinearizedRow, ReceiptVerificationError, verify_and_linearize
 from tokencustody.staging.records import RolloutReceipt
 from tokencustody.staging.terminal import assemble_receipt
-from tokencustody.store.ledger import manifest_of
+from tokencustody.store.ledger_rows import manifest_of
 
 _MAX_INT64 = 2**63 - 1
 

@@ -26,11 +26,12 @@ class Held:
 
     fence: Fence | None = None
     calls: dict[str, str] = field(default_factory=dict)
-    intents: dict[str, str | None] = field(default_factory=dict)
+    intents: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
     marks: set[str] = field(default_factory=set)
     conflicts: set[tuple[str, str]] = field(default_factory=set)
     ledger: dict[str, str] = field(default_factory=dict)
-    ledger_failures: dict[str, str] = field(default_factory=dict)
+    ledger_failures: dict[str, set[str]] = field(default_factory=dict)
 
     @classmethod
     def read_txn(cls, connection: Connection, key: RolloutKey) -> Held:
@@ -42,12 +43,17 @@ class Held:
 
         fence = of(fences, "state", "version", "snapshot_id", "incomplete")
         failed = of(failures, "kind", "model_call_id", "second_payload_sha256")
+        announced = of(intents, "model_call_id", "refused_at")
+        reasons: dict[str, set[str]] = {}
+        for call, reason in of(ledger_failures, "model_call_id", "reason"):
+            reasons.setdefault(call, set()).add(reason)
         return cls(
             fence=Fence(FenceState(fence[0][0]), *fence[0][1:]) if fence else None,
             calls=dict(map(tuple, of(entries, "model_call_id", "payload_sha256"))),
-            intents=dict(map(tuple, of(intents, "model_call_id", "refusal_code"))),
+            intents={call for call, _ in announced},
+            refused={call for call, refused_at in announced if refused_at is not None},
             marks={call for kind, call, _ in failed if kind == FailureKind.MARK},
             conflicts={(call, second) for kind, call, second in failed if kind == FailureKind.CONFLICT},
             ledger=dict(map(tuple, of(ledger_calls, "model_call_id", "payload_sha256"))),
-            ledger_failures=dict(map(tuple, of(ledger_failures, "model_call_id", "reason"))),
+            ledger_failures=reasons,
         )

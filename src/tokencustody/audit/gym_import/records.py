@@ -11,7 +11,7 @@ from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import construct, validated
 from tokencustody.sql.id_columns import digest_of_ids
 from tokencustody.store.ids import check_call_id, is_call_id
-from tokencustody.store.ledger import row_of_export
+from tokencustody.store.ledger_rows import row_of_export
 
 # How Gym's ledger names what the store's ledger names otherwise, and what it says twice or only for itself.
 _RENAMED = {"staging_digest": "digest"}
@@ -70,6 +70,7 @@ def read_ledger_row(rollout_id: str, text: bytes | None) -> tuple[Any, dict[str,
         exported |= {
             "record": record,
             "staging_chain": found.get("staging_chain", []),
+            "derived_fingerprint": found.get("fingerprint"),
             "continuation_context_len": found.get("context_len", 0),
             "continuation_context_digest": found.get("context_digest", ""),
             "payload_sha256": hashlib.sha256(canonical.encode(errors="surrogatepass")).hexdigest(),

@@ -11,11 +11,12 @@ from sqlalchemy import Connection, insert
 from tokencustody.audit.gym_import.files import State
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, intents
 from tokencustody.store.fence import Fence, RolloutKey, Stamp, advance_txn, fail_txn, lock_fence_txn
-from tokencustody.store.seal import seal_txn
+from tokencustody.store.ledger import add_row_txn
+from tokencustody.store.seal import LateRows, seal_txn
 
 
 class Verdict:
-    """Writes a rollout's intents, marks, conflicts and fence, each event with an id of its own below `stamp`'s."""
+    """Writes a rollout's ledger, intents, marks, conflicts and fence, each event with an id below `stamp`'s."""
 
     def __init__(self, key: RolloutKey, stamp: Stamp) -> None:
         self._key = key
@@ -25,6 +26,16 @@ class Verdict:
     def lock_txn(self, connection: Connection) -> None:
         """Lock the fence, opened if need be. Everything else comes after."""
         self._fence = lock_fence_txn(connection, self._key, self._stamp, exclusive=True)
+        self._late: LateRows | None = None
+        if self._fence.state is FenceState.FROZEN:
+            self._late = LateRows(connection, self._key, self._fence, self._next_stamp())
+
+    def record_txn(self, connection: Connection, rows: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+        """Add rows to the ledger, of which it has none. Behind a freeze they make a version."""
+        for table, row in rows:
+            add_row_txn(connection, self._key, table, row, self._stamp)
+        if self._late is not None and rows:
+            self._fence = replace(self._fence, version=self._late.advance_txn(""))
 
     def announce_txn(self, connection: Connection, calls: Sequence[str]) -> None:
         """Add intents that are not there."""

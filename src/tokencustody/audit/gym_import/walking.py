@@ -29,10 +29,9 @@ from tokencustody.lineage import FINGERPRINT_VERSIONS
 from tokencustody.records import TokenEntry
 from tokencustody.sql.codec import PackedEntry, differing_fields, pack_entry
 from tokencustody.sql.id_columns import PackedIds
-from tokencustody.sql.tables import FenceState, entries, ledger_calls, ledger_failures
+from tokencustody.sql.tables import FenceState, entries, ledger_failures
 from tokencustody.store.fence import Fence, RolloutKey, Stamp
 from tokencustody.store.ids import is_call_id
-from tokencustody.store.ledger import add_row_txn
 from tokencustody.store.putting import Put, read_base, read_call_txn
 from tokencustody.store.reading import chain_txn
 from tokencustody.store.sequences import KnownSequence, KnownSequences
@@ -332,8 +331,10 @@ class Walk:
 
     def _walk_ledger(self, connection: Connection | None) -> None:
         path = self._files.ledger
-        held = {ledger_calls: self._held.ledger, ledger_failures: self._held.ledger_failures}
-        seen: dict[Any, dict[str, str]] = {ledger_calls: {}, ledger_failures: {}}
+        calls, failed = self._held.ledger, self._held.ledger_failures
+        seen: dict[str, str] = {}
+        failed_before: set[str] = set()
+        new: list[tuple[Any, dict[str, Any]]] = []
         for line in lines(path):
             if line.is_blank:
                 continue
@@ -344,22 +345,27 @@ class Walk:
                 continue
             self._found.ledger_rows += 1
             call = row["model_call_id"]
-            identity = row["payload_sha256" if table is ledger_calls else "reason"]
-            if table is ledger_calls and call in seen[ledger_failures]:
+            if table is ledger_failures:
+                failed_before.add(call)
+                reasons = failed.setdefault(call, set())
+                if row["reason"] not in reasons:
+                    reasons.add(row["reason"])
+                    new.append((table, row))
+                continue
+            identity = row["payload_sha256"]
+            if call in failed_before:
                 self._lose(path, line, call, "the call failed before; that stays")
-            elif (first := seen[table].setdefault(call, identity)) != identity:
-                if table is ledger_calls:
-                    self._lose(path, line, call, "the ledger has other data of the call before; those stay")
-                else:
-                    self._find(_NOTE, path, line, call, f"the call failed before ({first}); that one stays")
-            elif call in held[table] or (table is ledger_calls and call in held[ledger_failures]):
-                if held[table].get(call) != identity:
+            elif seen.setdefault(call, identity) != identity:
+                self._lose(path, line, call, "the ledger has other data of the call before; those stay")
+            elif call in calls or call in failed:
+                if calls.get(call) != identity:
                     self._conflict(path, "the database's ledger holds the call with other data", line, call)
             else:
-                held[table][call] = identity
-                self._changes += 1
-                if self._writes and connection is not None:
-                    add_row_txn(connection, self._key, table, row, self._stamp)
+                calls[call] = identity
+                new.append((table, row))
+        self._changes += len(new)
+        if self._writes and connection is not None:
+            self._verdict.record_txn(connection, new)
 
     def _add_verdict(
         self, connection: Connection | None, state: State | None, *, same_snapshot: bool
@@ -370,8 +376,7 @@ class Walk:
         evidence = [each for known, each in self._evidence.items() if known not in self._held.conflicts]
         self._changes += len(marks) + len(evidence)
         announced = {*self._held.intents, *self._new_intents}
-        refused = {call for call, code in self._held.intents.items() if code is not None}
-        dangling = announced - refused - self._held.calls.keys() - self._seen.keys()
+        dangling = announced - self._held.refused - self._held.calls.keys() - self._seen.keys()
         held = self._held.fence
         incomplete = bool(all_marks or self._evidence or (held is not None and held.incomplete))
         freezes = state is not None and (state.frozen or state.retired)

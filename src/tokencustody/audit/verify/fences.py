@@ -24,12 +24,14 @@ from tokencustody.sql.tables import (
     snapshot_versions,
 )
 from tokencustody.store.fence import RolloutKey
-from tokencustody.store.seal import seal_of
+from tokencustody.store.seal import SEAL_VERSIONS, Held, is_sealed, last_seal
 
 _OF_RECORDS = (entries, intents, failures, ledger_calls, ledger_failures)
 _OF_FENCE = (snapshot_versions, *_OF_RECORDS, exports)
 _ENDS = (VersionEvent.DROP, VersionEvent.RETIRE)
-_OF_CALLS = (VersionEvent.CONFLICT, VersionEvent.MARK, VersionEvent.REFUSAL)
+_LATE = (VersionEvent.LATE_LEDGER, VersionEvent.LATE_STAGE)
+_OF_CALLS = (VersionEvent.CONFLICT, VersionEvent.MARK, VersionEvent.REFUSAL, *_LATE)
+_SEALED = (entries, intents, ledger_calls, ledger_failures)
 _EVENT_OF = {
     FailureKind.MARK: VersionEvent.MARK,
     FailureKind.CONFLICT: VersionEvent.CONFLICT,
@@ -93,7 +95,9 @@ def _history(book: _Book) -> Broken:
         expected = row.version + 1
     if not book.history:
         yield Rule.HISTORY, "", f"it has no history; {_RESTORE}"
-    allowed: tuple[str, ...] = tuple(event for event in VersionEvent if event is not VersionEvent.DROP)
+    allowed: tuple[str, ...] = tuple(
+        event for event in VersionEvent if event not in (VersionEvent.DROP, *_LATE)
+    )
     snapshot_id = None
     for row in book.history:
         if row.event not in allowed or (row.event == VersionEvent.OPEN) != (row.version == 0):
@@ -102,9 +106,12 @@ def _history(book: _Book) -> Broken:
         if row.model_call_id and row.event not in _OF_CALLS:
             text = f"version {row.version} is by the event {row.event}, which is of no call; {_RESTORE}"
             yield Rule.HISTORY, row.model_call_id, text
+        if row.seal_version not in SEAL_VERSIONS or (row.seal_version and row.sealed_sha256 is None):
+            text = f"version {row.version} has a seal of version {row.seal_version}, which nobody makes; {_RESTORE}"
+            yield Rule.HISTORY, row.model_call_id, text
         if row.event == VersionEvent.FREEZE:
             # A conflict only by an import, which keeps what the files say of a call that was frozen.
-            allowed = (VersionEvent.MARK, VersionEvent.CONFLICT, *_ENDS)
+            allowed = (VersionEvent.MARK, VersionEvent.CONFLICT, *_LATE, *_ENDS)
             snapshot_id = row.snapshot_id
             if snapshot_id is None:
                 yield (
@@ -147,7 +154,7 @@ def _incomplete(book: _Book) -> Broken:
     dangling = [
         row.model_call_id
         for row in book.rows[intents]
-        if row.refusal_code is None and row.model_call_id not in stored
+        if row.refused_at is None and row.model_call_id not in stored
     ]
     if book.malformed[intents]:
         return
@@ -181,13 +188,11 @@ def _times(book: _Book) -> Broken:
 
 
 def _seal(book: _Book) -> Broken:
-    freeze = book.first(VersionEvent.FREEZE)
-    if freeze is None or freeze.sealed_sha256 is None or book.is_retired:
+    seal = last_seal(book.history)
+    if seal is None or book.is_retired or any(book.malformed[table] for table in _SEALED):
         return
-    if book.malformed[entries] or book.malformed[intents]:
-        return
-    if freeze.sealed_sha256 != seal_of(book.rows[entries], book.rows[intents]):
-        text = "it does not hold the calls and intents that it held when it was frozen: some were removed, added or "
+    if not is_sealed(seal, Held(*(book.rows[table] for table in _SEALED))):
+        text = "it does not hold the calls, intents and ledger rows that it was sealed with: some are gone, new or "
         yield Rule.SEAL, "", f"{text}changed; {_RESTORE}"
 
 
@@ -203,7 +208,7 @@ def _records(book: _Book) -> Broken:
 def _failures(book: _Book) -> Broken:
     by_version = {row.version: row for row in book.history}
     stored = {row.model_call_id: row.payload_sha256 for row in book.rows[entries]}
-    refused = {row.model_call_id for row in book.rows[intents] if row.refusal_code is not None}
+    refused = {row.model_call_id for row in book.rows[intents] if row.refused_at is not None}
     for failure in book.rows[failures]:
         call_id, version = failure.model_call_id, by_version.pop(failure.version, None)
         said = (_EVENT_OF[failure.kind], call_id, failure.recorded_at, failure.written_by)
@@ -240,7 +245,7 @@ def _failures(book: _Book) -> Broken:
 
 def _refusals(book: _Book) -> Broken:
     said = {(row.model_call_id, row.recorded_at) for row in book.history if row.event == VersionEvent.REFUSAL}
-    held = {(row.model_call_id, row.refused_at) for row in book.rows[intents] if row.refusal_code is not None}
+    held = {(row.model_call_id, row.refused_at) for row in book.rows[intents] if row.refused_at is not None}
     for call_id, _ in sorted(held - said):
         yield Rule.REFUSAL_HISTORY, call_id, f"its refusal is not in the history at that time; {_MASK}"
     if not book.is_retired and not book.malformed[intents]:

@@ -64,7 +64,7 @@ RULES: Mapping[Rule, str] = {
     Rule.FENCE_INCOMPLETE: "the fence is incomplete if and only if a mark, a conflict or a dangling intent made it so",
     Rule.FENCE_TIMES: "the fence has the times of its state, those of its history",
     Rule.HISTORY: "versions run from 0 without a gap, but before an imported freeze; each event can happen there",
-    Rule.SEAL: "a frozen rollout holds the calls and intents that it held when it was frozen",
+    Rule.SEAL: "a frozen rollout holds the calls, intents and ledger rows that it was sealed with",
     Rule.RETIRED_RECORDS: "a retired rollout holds no records",
     Rule.FAILURE_HISTORY: "each mark and conflict has its row in the history, and the other way round",
     Rule.REFUSAL_HISTORY: "each refusal has its row in the history, and the other way round",

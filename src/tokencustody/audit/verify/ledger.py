@@ -16,8 +16,8 @@ from tokencustody.sql.staged_codec import CALL_COLUMNS
 from tokencustody.sql.tables import ledger_calls, ledger_failures
 from tokencustody.staging.records import CallRecord
 from tokencustody.store.fence import RolloutKey
+from tokencustody.store.ledger_rows import MAY_LACK, record_of
 
-_RECORD_COLUMNS = tuple(name for name in CallRecord.model_fields if name in ledger_calls.c)
 # What a staged call says too.
 SHARED_COLUMNS = tuple(name for name in CALL_COLUMNS if name != "rollout_id")
 _RESTORE = "restore the row from a backup"
@@ -102,11 +102,10 @@ def _chain(row: Any) -> list[str] | None:
 
 
 def _problem(row: Any, chain: list[str] | None) -> str:
-    record = {name: getattr(row, name) for name in _RECORD_COLUMNS}
+    record = record_of(row)
     try:
-        # A row that lacks one of these is kept and stands under the manifest's failures.
         CallRecord.model_validate(
-            {**record, "response_id": row.response_id or "-", "chain_hash": row.chain_hash or "0" * 64}
+            record | {name: record[name] or filler for name, filler in MAY_LACK.items()}
         )
     except ValidationError as exc:
         return f"it is no valid record ({first_problem(exc)})"
@@ -147,7 +146,9 @@ def _check_parent(
 def _differing_from_entry(row: Any, call: ProvenCall) -> list[str]:
     """Return the columns that contradict what the complete record says, as far as it says anything."""
     fields = call.fields
-    said: dict[str, Any] = {"cum_len": call.length, "cumulative_hash": call.staging_hash}
+    said: dict[str, Any] = {"cum_len": call.length}
+    if row.cumulative_hash:
+        said["cumulative_hash"] = call.staging_hash
     if fields["response_id"] and row.response_id:
         said["response_id"] = fields["response_id"]
     if row.continuation_fingerprint and fields["fingerprint_version"] == row.fingerprint_version:
