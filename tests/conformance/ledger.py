@@ -8,7 +8,7 @@ from typing import Any
 from tests.conformance.memory import Memory, Rollout
 from tokencustody.errors import RolloutRetiredError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, conversation_digest
-from tokencustody.lineage import NO_MATCH, Candidate, Request, choose_parent, unresolved
+from tokencustody.lineage import NO_MATCH, Candidate, Request, choose_parent, continuation_of, unresolved
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus
 from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, ManifestFailure, RolloutManifest
@@ -20,7 +20,12 @@ class MemoryLedger(Memory):
     # What broken ledgers like to get wrong.
 
     def same_call(self, known: CaptureLedgerCommit, commit: CaptureLedgerCommit) -> bool:
-        return known == commit
+        return (
+            known.record == commit.record
+            and known.staging_chain == commit.staging_chain
+            and self.context(known) == self.context(commit)
+            and self.fingerprint(known) == self.fingerprint(commit)
+        )
 
     def stored_call(self, commit: CaptureLedgerCommit) -> CaptureLedgerCommit:
         return commit.model_copy(deep=True)
@@ -30,6 +35,13 @@ class MemoryLedger(Memory):
 
     def context(self, commit: CaptureLedgerCommit) -> tuple[int, str]:
         return len(commit.request_items), conversation_digest(commit.request_items)
+
+    def fingerprint(self, commit: CaptureLedgerCommit) -> str | None:
+        return continuation_of(commit.request_items, commit.response_items).fingerprint
+
+    def has_new_row(self, rollout: Rollout) -> None:
+        # So that no snapshot from before takes the row along.
+        rollout.version += rollout.state == "frozen"
 
     def match(self, commit: CaptureLedgerCommit) -> LineageMatch:
         row = commit.record
@@ -58,8 +70,9 @@ class MemoryLedger(Memory):
             if rollout.state == "retired":
                 return
             known = rollout.calls.get(call)
-            if known is None and call not in rollout.failures:
+            if known is None and not rollout.has_failed(call):
                 rollout.calls[call] = self.stored_call(commit)
+                self.has_new_row(rollout)
             elif known is None or not self.same_call(known, commit):
                 raise ValueError("conflicting ledger record")
 
@@ -70,14 +83,15 @@ class MemoryLedger(Memory):
             rollout = self.rollout(rollout_id)
             if rollout.state == "retired":
                 return
-            if rollout.failures.setdefault(model_call_id, reason) != reason:
-                raise ValueError("conflicting reason of a failure")
+            if (model_call_id, reason) not in rollout.failures:
+                rollout.failures.append((model_call_id, reason))
+                self.has_new_row(rollout)
 
     async def manifest(self, rollout_id: str) -> dict[str, Any]:
         with self.backend.lock:
             rollout = self.rollout(rollout_id)
             self.refuse_reading(rollout)
-            failures = [ManifestFailure(model_call_id=c, reason=r) for c, r in rollout.failures.items()]
+            failures = [ManifestFailure(model_call_id=c, reason=r) for c, r in rollout.failures]
             records = [commit.record for commit in rollout.calls.values()]
             manifest = RolloutManifest(rollout_id=rollout_id, records=records, failures=failures)
         return manifest.model_dump(mode="json")
@@ -102,7 +116,7 @@ class MemoryLedger(Memory):
                 *self.context(commit),
                 commit.record.cumulative_hash,
                 commit.record.cum_len,
-                commit.record.continuation_fingerprint or "",
+                self.fingerprint(commit) or "",
                 FINGERPRINT_VERSION,
             )
             for call, commit in rollout.calls.items()

@@ -31,13 +31,17 @@ class Rollout:
     entries: dict[str, TokenEntry] = field(default_factory=dict)
     conflicting: set[str] = field(default_factory=set)
     intents: set[str] = field(default_factory=set)
-    refusals: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, str | None] = field(default_factory=dict)
     calls: dict[str, CaptureLedgerCommit] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: list[tuple[str, str]] = field(default_factory=list)
 
     def has_records(self) -> bool:
         """Return whether there is anything that a removal would remove."""
         return bool(self.entries or self.calls or self.failures)
+
+    def has_failed(self, call: str) -> bool:
+        """Return whether a reason was given why the call was not captured."""
+        return any(failed == call for failed, _ in self.failures)
 
     def clear(self) -> None:
         """Forget the records."""
@@ -141,13 +145,13 @@ class Memory:
             self.refuse_late(rollout)
             rollout.intents.add(model_call_id)
 
-    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
+    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str | None) -> None:
         await asyncio.sleep(0)
         self.check_call_id(model_call_id)
         with self.backend.lock:
             rollout = self.rollout(rollout_id)
             self.refuse_late(rollout)
-            if rollout.refusals.setdefault(model_call_id, code) != code:
+            if rollout.refusals.setdefault(model_call_id, code) != code and code is not None:
                 raise ValueError("the call was refused before with another code")
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:

@@ -73,7 +73,7 @@ def test_a_failed_check_is_exit_code_1_and_shows_why(
 def test_a_pipe_gets_whole_lines(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "a reason of many words, " * 9 + "the last of [red]them[/red]"
 
-    async def fails(self: SqlTokenSource, *arguments: object) -> bool:
+    async def fails(self: SqlTokenSource, *arguments: object, **named: object) -> bool:
         raise RuntimeError(reason)
 
     monkeypatch.setattr(SqlTokenSource, "drop", fails)

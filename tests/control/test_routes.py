@@ -396,6 +396,22 @@ async def test_a_refused_removal_is_409_with_its_reason_and_touches_nothing(ledg
     assert len(manifest.json()["records"]) == 1
 
 
+@pytest.mark.parametrize("awaited", [False, True])
+async def test_a_refusal_may_ask_for_no_ids(awaited: bool) -> None:
+    ledger = RememberingLedger("a")
+    answers = iter(["a rollout is running", None])
+
+    def refuse() -> Any:
+        answer = next(answers)
+        return asyncio.sleep(0, answer) if awaited else answer
+
+    async with control(ledger, refuse_removal=refuse) as client:
+        refused = await client.post(RETIRE, json={"rollout_ids": ["a"]})
+        allowed = await client.post(DELETE, json={"rollout_ids": ["a"]})
+    assert (refused.status_code, refused.json()) == (409, {"detail": "a rollout is running"})
+    assert (allowed.status_code, ledger.asked) == (200, [["a"]])
+
+
 async def test_the_refusal_may_be_awaited_and_none_allows_the_removal() -> None:
     ledger = RememberingLedger("a", "b")
 
@@ -559,6 +575,10 @@ def test_what_is_no_ledger_is_refused(ledger: Any, said: str) -> None:
 
 def test_a_callback_that_cannot_be_called_and_an_app_of_another_kind_are_refused() -> None:
     ledger: Any = RememberingLedger()
+    with pytest.raises(TypeError, match="refuse_removal must take the rollout ids, or nothing"):
+        install_rollout_control_routes(
+            FastAPI(), ledger, auth_token=TOKEN, refuse_removal=lambda one, two: None
+        )
     with pytest.raises(TypeError, match="refuse_removal must be a function, not str"):
         install_rollout_control_routes(FastAPI(), ledger, auth_token=TOKEN, refuse_removal="no")
     app: Any = object()

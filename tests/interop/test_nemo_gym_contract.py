@@ -7,13 +7,14 @@ import inspect
 import pickle
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import nemo_gym.token_id_capture as gym_capture
 import nemo_gym.token_id_capture.protocols as gym_protocols
 import pytest
-from nemo_gym.token_id_capture import TokenEntry, TokenIdCaptureConfig
+from nemo_gym.token_id_capture import TokenCaptureSnapshot, TokenEntry, TokenIdCaptureConfig
 from nemo_gym.token_id_capture.conformance import run_conformance
 
 import tokencustody
@@ -264,14 +265,50 @@ def test_an_error_that_is_gyms_and_ours_can_be_caught_as_either_and_pickled(
     assert str(again) == "rollout a is frozen"
 
 
-@pytest.mark.parametrize(
-    "name", ["TokenCaptureFrozenError", "TokenCaptureRetiredError", "RolloutRetiredError"]
-)
-def test_without_gyms_error_the_one_raised_is_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def imported_without(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.delattr(gym_protocols, name, raising=False)
     monkeypatch.setattr(integrations, "nemo_gym", integration)
     monkeypatch.delitem(sys.modules, MODULE)
-    assert getattr(importlib.import_module(MODULE), name) is getattr(errors, name)
+    return importlib.import_module(MODULE)
+
+
+@pytest.mark.parametrize("name", ["TokenCaptureFrozenError", "TokenCaptureRetiredError"])
+def test_without_gyms_error_the_one_raised_is_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert getattr(imported_without(name, monkeypatch), name) is getattr(errors, name)
+
+
+def test_without_gyms_error_a_retired_manifest_raises_what_its_route_answers_with_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised = imported_without("RolloutRetiredError", monkeypatch).RolloutRetiredError
+    assert issubclass(raised, errors.RolloutRetiredError)
+    assert issubclass(raised, ValueError)
+
+
+async def test_refusals_reach_a_snapshot_that_has_a_place_for_them(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True)
+    class LaterSnapshot(TokenCaptureSnapshot):  # type: ignore[misc] - nemo-gym ships no type information
+        refusals: tuple[Any, ...] = ()
+
+    @dataclass(frozen=True)
+    class LaterRefusal:
+        model_call_id: str
+        code: str | None
+
+    monkeypatch.setattr(gym_capture, "TokenCaptureSnapshot", LaterSnapshot)
+    monkeypatch.setattr(gym_protocols, "CallRefusal", LaterRefusal, raising=False)
+    monkeypatch.setattr(integrations, "nemo_gym", integration)
+    monkeypatch.delitem(sys.modules, MODULE)
+    later = importlib.import_module(MODULE)
+    async with later.SqlTokenSink(store_url) as sink, later.SqlTokenSource(store_url) as source:
+        for call, code in (("call-1", "busy"), ("call-2", None)):
+            await sink.begin_call("rollout-1", call)
+            await sink.refuse_call("rollout-1", model_call_id=call, code=code)
+        snapshot = await source.freeze("rollout-1")
+    assert type(snapshot) is LaterSnapshot
+    assert snapshot.refusals == (LaterRefusal("call-1", "busy"), LaterRefusal("call-2", None))
 
 
 @pytest.mark.parametrize("absent", ["nemo_gym", "nemo_gym.token_id_capture"])

@@ -268,7 +268,6 @@ WORKER = [
     "UPDATE fences SET frozen_at = NULL",
     "UPDATE fences SET retired_at = NULL",
     ADVANCE.format(by=1, changes="incomplete = incomplete", rollout="retired"),
-    ADVANCE.format(by=1, changes="incomplete = incomplete", rollout="clean"),
     *(VERSION.format(rollout="frozen", version=3, event=event) for event in ("freeze", "drop", "retire")),
     *(copied("entries", f"rollout_id = '{rollout}'", model_call_id="'late'") for rollout in ("frozen",)),
     copied("entries", "rollout_id = 'open'", model_call_id="'late'", rollout_id="'retired'"),

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -32,7 +33,8 @@ from tokencustody.store.ids import check_batch, check_rollout_id
 
 LOGGER = logging.getLogger(__name__)
 
-RefuseRemoval = Callable[[list[str]], str | Awaitable[str | None] | None]
+# Takes the ids, or nothing.
+RefuseRemoval = Callable[..., str | Awaitable[str | None] | None]
 _Removal = Callable[[list[str]], Awaitable[RolloutRemovalPayload]]
 
 BODY_SECONDS = 30.0
@@ -63,8 +65,9 @@ def install_rollout_control_routes(
     large or malformed; 503 with Retry-After when the store is not available. After a 503 a part of a batch may be
     gone; to repeat it is safe, and then the answer lists that part as absent.
 
-    `refuse_removal` is called in the event loop with the ids of a removal, each once and all valid; it returns, or
-    its awaitable does, None to allow the removal or the reason to refuse it. If it raises, nothing is removed.
+    `refuse_removal` is called in the event loop with the ids of a removal, each once and all valid, or with nothing
+    if it takes no argument. It returns, or its awaitable does, None to allow the removal or the reason to refuse it. If
+    it raises, nothing is removed.
 
     The app's owner closes the ledger. Raises ValueError for an empty or unusable token or when the routes are
     installed already, TypeError for an app, ledger or callback of the wrong kind.
@@ -99,6 +102,7 @@ class _ControlEndpoint:
         self._ledger = ledger
         self._token = token
         self._refuse_removal = refuse_removal
+        self._tells_ids = refuse_removal is not None and _takes_ids(refuse_removal)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -157,7 +161,7 @@ class _ControlEndpoint:
     async def _ask_whether_removable(self, rollout_ids: list[str]) -> None:
         if self._refuse_removal is None:
             return
-        reason = self._refuse_removal(list(rollout_ids))
+        reason = self._refuse_removal(*([list(rollout_ids)] if self._tells_ids else []))
         if inspect.isawaitable(reason):
             reason = await reason
         if reason is None:
@@ -166,6 +170,20 @@ class _ControlEndpoint:
             raise TypeError(f"refuse_removal must return a reason or None, not {type(reason).__name__}")
         said = reason.encode(errors="backslashreplace").decode()
         raise HTTPException(409, said or "these rollouts must not be removed now")
+
+
+def _takes_ids(refuse_removal: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(refuse_removal)
+    except ValueError:
+        return True  # it is written in another language, and does not tell
+    with suppress(TypeError):
+        signature.bind([])
+        return True
+    with suppress(TypeError):
+        signature.bind()
+        return False
+    raise TypeError("refuse_removal must take the rollout ids, or nothing")
 
 
 def require_method(request: Request, method: str) -> None:

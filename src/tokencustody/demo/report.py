@@ -74,7 +74,9 @@ def make_report(
         rollouts=len(snapshots),
         calls_announced=total,
         calls_stored=len(entries),
-        calls_refused={refusal.model_call_id: refusal.code for s in snapshots for refusal in s.refusals},
+        calls_refused={
+            refusal.model_call_id: refusal.code or "" for s in snapshots for refusal in s.refusals
+        },
         prompt_tokens=sum(len(entry.prompt_token_ids) for entry in entries),
         generated_tokens=sum(len(entry.generation_token_ids) for entry in entries),
         roots=resolutions.count(ParentResolutionStatus.ROOT),

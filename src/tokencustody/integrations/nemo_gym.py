@@ -17,16 +17,22 @@ lists are handed over, not copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from tokencustody import errors, records, store
+from tokencustody import protocols as protocols_of_ours
 from tokencustody.sql.codec import construct, first_problem
 from tokencustody.staging import records as staging_records
+from tokencustody.store.ledger_rows import flat
+from tokencustody.store.portal import BackgroundLoop
 
 try:
     from nemo_gym.token_id_capture import (
@@ -60,9 +66,18 @@ __all__ = [
 ]
 
 
-def _joined(own: type[Exception], peer: ModuleType) -> type[Exception]:
-    """Return a class that is both `own` and the peer's error of that name; `own` where the peer has none."""
-    theirs = getattr(peer, own.__name__, None)
+Result = TypeVar("Result")
+
+# A release that has a place for them in a snapshot, and perhaps a type.
+_TAKES_REFUSALS = "refusals" in {field.name for field in fields(TokenCaptureSnapshot)}
+_REFUSAL: Callable[..., Any] = getattr(protocols, "CallRefusal", protocols_of_ours.CallRefusal)
+
+
+def _joined(
+    own: type[Exception], peer: ModuleType, otherwise: type[Exception] | None = None
+) -> type[Exception]:
+    """Return a class that is both `own` and the peer's error of that name; where the peer has none, `otherwise`."""
+    theirs = getattr(peer, own.__name__, otherwise)
     if theirs is None:
         return own
     return type(own.__name__, (own, theirs), {"__module__": __name__, "__doc__": own.__doc__})
@@ -71,7 +86,8 @@ def _joined(own: type[Exception], peer: ModuleType) -> type[Exception]:
 # Module attributes under their own names, so that an instance can be pickled.
 TokenCaptureFrozenError = _joined(errors.TokenCaptureFrozenError, protocols)
 TokenCaptureRetiredError = _joined(errors.TokenCaptureRetiredError, protocols)
-RolloutRetiredError = _joined(errors.RolloutRetiredError, protocols)
+# The manifest route of a release without that error answers a ValueError with its words, and others by a 500.
+RolloutRetiredError = _joined(errors.RolloutRetiredError, protocols, otherwise=ValueError)
 
 
 @contextmanager
@@ -109,7 +125,7 @@ class SqlTokenSink(store.SqlTokenSink):
         with _gym_errors():
             await super().begin_call(rollout_id, model_call_id)
 
-    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
+    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str | None) -> None:
         with _gym_errors():
             await super().refuse_call(rollout_id, model_call_id=model_call_id, code=code)
 
@@ -122,23 +138,70 @@ class SqlTokenSource(store.SqlTokenSource):
     """A Gym `TokenSource` with a strict fence, and with `retire` and `delete`."""
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
-        """Raise the fence and return Gym's snapshot, which has no place for refusals.
+        """Raise the fence and return Gym's snapshot, with the refusals where its class has a place for them.
 
         Errors as for `tokencustody.store.SqlTokenSource.freeze`.
         """
         with _gym_errors():
             snapshot = await super().freeze(rollout_id)
+        refusals = tuple(_REFUSAL(*refusal) for refusal in snapshot.refusals)
         return TokenCaptureSnapshot(
             rollout_id=snapshot.rollout_id,
             entries=tuple(_gym_entry(entry) for entry in snapshot.entries),
             incomplete=snapshot.incomplete,
             snapshot_id=snapshot.snapshot_id,
             version=snapshot.version,
+            **({"refusals": refusals} if _TAKES_REFUSALS else {}),
         )
 
 
 class SqlLineageStore(store.SqlLineageStore):
-    """A Gym `CaptureLedger` and `LineageResolver` over the calls that any process has committed."""
+    """A Gym `CaptureLedger` and `LineageResolver` over the calls that any process has committed.
+
+    Options as for `tokencustody.store.SqlLineageStore`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # For callers in threads, which have no event loop.
+        self._background = BackgroundLoop(f"the ledger on {self._database.url.display}", self._database.close)
+
+    async def close(self) -> None:
+        """Release resources, after the calls that run in other threads. Idempotent."""
+        await asyncio.to_thread(self._background.close)
+        await super().close()
+
+    # Gym calls both in threads; where a loop runs, they are awaited like the rest.
+
+    def export_rows(self, rollout_id: str) -> Any:
+        """Return every row in commit order as plain data, the fields of its record beside the others.
+
+        In a thread with a running event loop, return an awaitable for it. Errors as for
+        `tokencustody.store.SqlLineageStore.export_rows`.
+        """
+        return self._now_or_awaited(partial(self._export_flat, rollout_id))
+
+    def import_rows(self, rollout_id: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Add exported rows, all or none. In a thread with a running event loop, return an awaitable for it.
+
+        Errors as for `tokencustody.store.SqlLineageStore.import_rows`.
+        """
+        return self._now_or_awaited(partial(self._import_flat, rollout_id, rows))
+
+    async def _export_flat(self, rollout_id: str) -> list[dict[str, Any]]:
+        with _gym_errors():
+            return [flat(row) for row in await super().export_rows(rollout_id)]
+
+    async def _import_flat(self, rollout_id: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        with _gym_errors():
+            await super().import_rows(rollout_id, rows)
+
+    def _now_or_awaited(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Any:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._background.run(work)
+        return work()
 
     async def record(self, commit: CaptureLedgerCommit) -> None:
         """Publish a staged call. Errors as for `tokencustody.store.SqlLineageStore.record`."""

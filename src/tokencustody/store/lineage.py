@@ -122,7 +122,7 @@ _CONFLICT = select(
     null(),
     _SECOND.rollout_id,
 ).where(of_rollout(failures), _SECOND.second_fingerprint.in_(map(bindparam, _NAMES)))
-# No child can be chained to a row without a chain hash, and the manifest counts one without a response id as failed.
+# No child can be chained to a row without a chain or cumulative hash, and the manifest counts one without a response id as failed.
 _ROW = select(
     _RECORDED.model_call_id,
     _RECORDED.continuation_context_len,
@@ -133,6 +133,7 @@ _ROW = select(
     _RECORDED.fingerprint_version,
     and_(
         _RECORDED.chain_hash.is_not(None),
+        _RECORDED.cumulative_hash != "",
         func.coalesce(_RECORDED.response_id, "") != "",
         ~is_conflicting(_RECORDED.model_call_id),
     ).label("is_parent"),

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, select
 
 from tokencustody.errors import CorruptEntryError
 from tokencustody.sql.row_hash import row_sha256
@@ -101,7 +101,7 @@ def check_seal_txn(connection: Connection, key: RolloutKey, held: Held) -> None:
 
     One that was frozen before revision 0004 has no seal.
     """
-    seal: Row[Any] | None = connection.execute(_SEAL, key.named()).one_or_none()
+    seal = connection.execute(_SEAL, key.named()).one_or_none()
     if not is_sealed(seal, held):
         raise CorruptEntryError(
             f"rollout {key.rollout_id} of run {key.run} does not hold the calls, intents and ledger rows that it held "

@@ -95,14 +95,14 @@ class RefusedWriteStays(Memory):
 
 @fails("strict_fence")
 class RefusalsAreNotFenced(Memory):
-    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
+    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str | None) -> None:
         rollout = self.rollout(rollout_id)
         if rollout.state != "open":
             await super().refuse_call(rollout_id, model_call_id=model_call_id, code=code)
             return
         await asyncio.sleep(0)
         self.check_call_id(model_call_id)
-        if rollout.refusals.setdefault(model_call_id, code) != code:
+        if rollout.refusals.setdefault(model_call_id, code) != code and code is not None:
             raise ValueError("the call was refused before with another code")
 
 
@@ -136,9 +136,9 @@ class OneRefusalSettlesAll(Memory):
         return set() if rollout.refusals else super().dangling(rollout)
 
 
-@fails("repeated_refusal")
+@fails("repeated_refusal", "refusal_without_code")
 class LastRefusalWins(Memory):
-    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
+    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str | None) -> None:
         refusals = self.rollout(rollout_id).refusals
         if self.rollout(rollout_id).state == "open" and model_call_id in refusals:
             refusals[model_call_id] = code
@@ -146,9 +146,28 @@ class LastRefusalWins(Memory):
             await super().refuse_call(rollout_id, model_call_id=model_call_id, code=code)
 
 
+@fails("repeated_refusal")
+class AnotherCodeMarksTheRollout(Memory):
+    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str | None) -> None:
+        try:
+            await super().refuse_call(rollout_id, model_call_id=model_call_id, code=code)
+        except ValueError:
+            if self.rollout(rollout_id).refusals.get(model_call_id) is not None:
+                self.rollout(rollout_id).incomplete = True
+            raise
+
+
+@fails("refusal_without_code")
+class RefusalNeedsACode(Memory):
+    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str | None) -> None:
+        if code is None:
+            raise TypeError("code must be a string")
+        await super().refuse_call(rollout_id, model_call_id=model_call_id, code=code)
+
+
 @fails("post_freeze_refusal")
 class LateRefusalSettlesTheIntent(Memory):
-    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str) -> None:
+    async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str | None) -> None:
         rollout = self.rollout(rollout_id)
         if rollout.state == "frozen" and model_call_id in self.dangling(rollout):
             rollout.refusals[model_call_id] = code

@@ -29,7 +29,12 @@ class ManifestIsSorted(MemoryLedger):
 
 
 @fails(
-    "ledger_failures", "record_after_failure", "ledger_isolation", "record_after_freeze", "concurrent_records"
+    "ledger_failures",
+    "record_after_failure",
+    "ledger_isolation",
+    "record_after_freeze",
+    "concurrent_records",
+    "late_rows_make_a_version",
 )
 class FailuresAreNoWireData(MemoryLedger):
     async def manifest(self, rollout_id: str) -> dict[str, Any]:
@@ -37,7 +42,7 @@ class FailuresAreNoWireData(MemoryLedger):
         return manifest | {"failures": tuple(manifest["failures"]) or []}
 
 
-@fails("exact_ledger_rows")
+@fails("ledger_capture_key")
 class WhoStagedIsForgotten(MemoryLedger):
     def stored_call(self, commit: CaptureLedgerCommit) -> CaptureLedgerCommit:
         row = commit.record.model_copy(update={"capture_key": None})
@@ -53,7 +58,7 @@ class RepeatMovesToTheEnd(MemoryLedger):
             calls[commit.record.model_call_id] = calls.pop(commit.record.model_call_id)
 
 
-@fails("conflicting_record", "concurrent_conflicting_records")
+@fails("conflicting_record", "concurrent_conflicting_records", "repeated_conversation")
 class LastRecordWins(MemoryLedger):
     async def record(self, commit: CaptureLedgerCommit) -> None:
         try:
@@ -65,7 +70,7 @@ class LastRecordWins(MemoryLedger):
             calls[commit.record.model_call_id] = self.stored_call(commit)
 
 
-@fails("conflicting_record")
+@fails("conflicting_record", "repeated_conversation")
 class OnlyManifestFieldsAreCompared(MemoryLedger):
     def same_call(self, known: CaptureLedgerCommit, commit: CaptureLedgerCommit) -> bool:
         return known.record == commit.record
@@ -75,19 +80,46 @@ class OnlyManifestFieldsAreCompared(MemoryLedger):
 class LastReasonWins(MemoryLedger):
     async def record_failure(self, rollout_id: str, model_call_id: str, reason: str) -> None:
         failures = self.rollout(rollout_id).failures
-        if model_call_id in failures:
-            failures[model_call_id] = reason
+        failures[:] = [each for each in failures if each[0] != model_call_id or each[1] == reason]
         await super().record_failure(rollout_id, model_call_id, reason)
+
+
+@fails("ledger_failures")
+class OneReasonIsEnough(MemoryLedger):
+    async def record_failure(self, rollout_id: str, model_call_id: str, reason: str) -> None:
+        rollout = self.rollout(rollout_id)
+        if rollout.has_failed(model_call_id) and (model_call_id, reason) not in rollout.failures:
+            raise ValueError("conflicting reason of a failure")
+        await super().record_failure(rollout_id, model_call_id, reason)
+
+
+@fails("repeated_conversation")
+class ItemIdsAreCompared(MemoryLedger):
+    def same_call(self, known: CaptureLedgerCommit, commit: CaptureLedgerCommit) -> bool:
+        return known == commit
+
+
+@fails("ledger_derived_fingerprint")
+class TheClaimIsBelieved(MemoryLedger):
+    def fingerprint(self, commit: CaptureLedgerCommit) -> str | None:
+        return commit.record.continuation_fingerprint
+
+
+@fails("late_rows_make_a_version")
+class LateRowsGoWithTheSnapshot(MemoryLedger):
+    def has_new_row(self, rollout: Rollout) -> None:
+        pass
 
 
 @fails("record_after_failure", "failed_call_is_no_parent")
 class RecordHealsAFailure(MemoryLedger):
     async def record(self, commit: CaptureLedgerCommit) -> None:
         failures = self.rollout(commit.rollout_id).failures
-        reason = failures.pop(commit.record.model_call_id, None)
+        call = commit.record.model_call_id
+        healed = [each for each in failures if each[0] == call]
+        failures[:] = [each for each in failures if each[0] != call]
         await super().record(commit)
-        if reason is not None:
-            failures[commit.record.model_call_id] = reason
+        failures += healed
 
 
 @fails("record_after_failure")
@@ -121,7 +153,7 @@ class LedgerChecksNoCallIds(MemoryLedger):
         pass
 
 
-@fails("record_after_freeze")
+@fails("record_after_freeze", "late_rows_make_a_version")
 class FreezeFencesTheLedger(MemoryLedger):
     async def record(self, commit: CaptureLedgerCommit) -> None:
         if self.rollout(commit.rollout_id).state != "frozen":
@@ -143,7 +175,7 @@ class LooksThenRecords(MemoryLedger):
     async def record(self, commit: CaptureLedgerCommit) -> None:
         rollout = self.rollout(commit.rollout_id)
         call = commit.record.model_call_id
-        if rollout.state != "open" or call in rollout.calls or call in rollout.failures:
+        if rollout.state != "open" or call in rollout.calls or rollout.has_failed(call):
             await super().record(commit)
             return
         self.check_call_id(call)
@@ -172,7 +204,13 @@ class ChainIsOnlyTheLastCall(MemoryLedger):
         return replace(super().match(commit), staging_chain=(commit.record.staging_key,))
 
 
-@fails("ledger_visibility", "ledger_visibility_fresh_client", "ledger_equal_twins", "namespace_ledger")
+@fails(
+    "ledger_visibility",
+    "ledger_visibility_fresh_client",
+    "ledger_equal_twins",
+    "namespace_ledger",
+    "ledger_derived_fingerprint",
+)
 class DigestIsThatOfTheDelta(MemoryLedger):
     def match(self, commit: CaptureLedgerCommit) -> LineageMatch:
         return replace(super().match(commit), digest=commit.record.digest)
@@ -184,7 +222,7 @@ class FrozenLedgerHasNoParents(MemoryLedger):
         return NO_PARENT if rollout.state == "frozen" else super().resolve_rows(rollout, request_items)
 
 
-@fails("ledger_no_match")
+@fails("ledger_no_match", "repeated_conversation")
 class LedgerContextIsNotCompared(MemoryLedger):
     def resolve_rows(self, rollout: Rollout, request_items: list[dict[str, Any]]) -> LineageResolution:
         self.asked = before_the_answer(request_items)
@@ -283,7 +321,7 @@ class LedgerCountsDuplicates(MemoryLedger):
 @fails("ledger_deletion")
 class DeleteKeepsTheFailures(MemoryLedger):
     async def delete(self, rollout_ids: Sequence[str]) -> RolloutRemovalPayload:
-        kept = {r: dict(self.rollout(r).failures) for r in self.batch(rollout_ids)}
+        kept = {r: list(self.rollout(r).failures) for r in self.batch(rollout_ids)}
         result = await super().delete(rollout_ids)
         for rollout_id, failures in kept.items():
             self.rollout(rollout_id).failures = failures

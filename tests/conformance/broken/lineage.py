@@ -21,6 +21,13 @@ def before_the_answer(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items[: answers[-1]] if answers else []
 
 
+@fails("lineage_prev_len")
+class MatchHasNoLength(Memory):
+    async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
+        found = await super().resolve(rollout_id, request_items)
+        return found if found.match is None else replace(found, match=replace(found.match, prev_len=0))
+
+
 @fails(
     "lineage_visibility",
     "lineage_rollout_scope",

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tests.conformance.broken.registry import fails
 from tests.conformance.memory import Memory, Rollout
 from tokencustody.protocols import RolloutRemovalPayload
-
-
-@fails("conditional_retirement", "stale_drop_loses_nothing")
-class DropTakesNoKeywords(Memory):
-    async def drop(self, rollout_id: str, *snapshot: Any) -> bool:
-        return await super().drop(rollout_id, *snapshot)
 
 
 @fails(
@@ -37,7 +30,7 @@ class DropOfAnUnknownRolloutSucceeds(Memory):
         return unknown or await super().drop(rollout_id, snapshot_id, version)
 
 
-@fails("stale_drop_loses_nothing", "drop_of_dropped_rollout", "post_freeze_mark")
+@fails("stale_drop_loses_nothing", "drop_of_dropped_rollout", "post_freeze_mark", "late_rows_make_a_version")
 class DropIgnoresTheVersion(Memory):
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> bool:
         return await super().drop(rollout_id, snapshot_id, self.rollout(rollout_id).version)

@@ -75,7 +75,8 @@ async def post_freeze_mark(case: Case) -> None:
     consumed = await source.freeze(rollout)
     await sink.mark_incomplete(rollout, "call-late")
     expect(
-        not await source.drop(rollout, consumed.snapshot_id, consumed.version), "a stale version was dropped"
+        not await source.drop(rollout, snapshot_id=consumed.snapshot_id, version=consumed.version),
+        "a stale version was dropped",
     )
     marked = await source.freeze(rollout)
     expect(marked.snapshot_id == consumed.snapshot_id, "a mark changed the snapshot id")
@@ -83,6 +84,6 @@ async def post_freeze_mark(case: Case) -> None:
     expect(marked.incomplete, "a mark after the freeze left the rollout complete")
     expect_entries(marked, entry)
     expect(
-        await source.drop(rollout, marked.snapshot_id, marked.version),
+        await source.drop(rollout, snapshot_id=marked.snapshot_id, version=marked.version),
         "the marked snapshot could not be dropped",
     )

@@ -78,8 +78,8 @@ async def refused_intent(case: Case) -> None:
 
 @check("begin_call", "refuse_call")
 async def repeated_refusal(case: Case) -> None:
-    """The same refusal again changes nothing; another code for the same call is a ValueError and the first
-    stays.
+    """The same refusal again changes nothing; another code for the same call is a ValueError, the first stays, and
+    the rollout is none the worse.
     """
     rollout = case.rollout()
     sink = case.sink()
@@ -88,8 +88,27 @@ async def repeated_refusal(case: Case) -> None:
     await case.sink().refuse_call(rollout, model_call_id="call-1", code="overloaded")
     other = case.sink().refuse_call(rollout, model_call_id="call-1", code="context_length")
     await expect_error(other, ValueError, "a refusal with another code")
-    found = refusals(await case.source().freeze(rollout))
+    snapshot = await case.source().freeze(rollout)
+    found = refusals(snapshot)
     expect(found == {"call-1": "overloaded"}, f"the snapshot shows the refusals {found!r:.200}")
+    expect(not snapshot.incomplete, "a refusal with another code marked the rollout incomplete")
+
+
+@check("begin_call", "refuse_call")
+async def refusal_without_code(case: Case) -> None:
+    """A call may be refused without a code, once or again; then no intent dangles, and the snapshot shows no code."""
+    rollout = case.rollout()
+    for call in ("call-1", "call-2"):
+        await case.sink().begin_call(rollout, call)
+    await case.sink().refuse_call(rollout, model_call_id="call-2", code="overloaded")
+    for call in ("call-1", "call-1", "call-2"):
+        await case.sink().refuse_call(rollout, model_call_id=call, code=None)
+    snapshot = await case.source().freeze(rollout)
+    expect(not snapshot.incomplete, "a call that was refused without a code still dangles")
+    found = refusals(snapshot)
+    expect(
+        found == {"call-1": None, "call-2": "overloaded"}, f"the snapshot shows the refusals {found!r:.200}"
+    )
 
 
 @check("begin_call", "refuse_call")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tokencustody.conformance.case import Case
 from tokencustody.conformance.cases.records import BAD_CALL_IDS, BAD_ROLLOUT_IDS
 from tokencustody.conformance.expect import PromiseBrokenError, describe, difference, expect, expect_error
-from tokencustody.conformance.fixtures import StagedTurn, staged_turn
+from tokencustody.conformance.fixtures import StagedTurn, message, staged_turn
 from tokencustody.conformance.registry import check
 from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, RolloutManifest
 
@@ -34,11 +34,9 @@ async def record_then_manifest(case: Case) -> None:
 
 @check("ledger")
 async def exact_ledger_rows(case: Case) -> None:
-    """Every field of a row comes back as it was: text, times, large numbers, what is None, and who staged it."""
+    """Every field of a row comes back as it was: text, times, large numbers, and what is None."""
     rollout = case.rollout()
-    root = staged_turn(
-        rollout, "call-root", weight_version=2**63 - 1, admitted_at=0.1 + 0.2, capture_key="other"
-    )
+    root = staged_turn(rollout, "call-root", weight_version=2**63 - 1, admitted_at=0.1 + 0.2)
     texts = ("\u00e9 e\u0301", "\U0001f9ea\U0010ffff", "\ufeff\r\n\t\\\"'", "a/b c", "r" * 512)
     turns = [
         root,
@@ -52,6 +50,15 @@ async def exact_ledger_rows(case: Case) -> None:
 
 
 @check("ledger")
+async def ledger_capture_key(case: Case) -> None:
+    """A row that names another rollout as the one that staged it keeps that name."""
+    rollout = case.rollout()
+    turn = staged_turn(rollout, capture_key="other")
+    await case.ledger().record(turn.commit)
+    expect_manifest(await case.ledger().manifest(rollout), rollout, [turn])
+
+
+@check("ledger")
 async def identical_record(case: Case) -> None:
     """Recording the same commit again, from the same or another client, changes nothing."""
     rollout = case.rollout()
@@ -62,6 +69,25 @@ async def identical_record(case: Case) -> None:
     for client in (ledger, case.ledger()):
         await client.record(CaptureLedgerCommit.model_validate(first.commit.model_dump()))
     expect_manifest(await case.ledger().manifest(rollout), rollout, [first, second])
+
+
+@check("ledger")
+async def repeated_conversation(case: Case) -> None:
+    """A commit whose items have other ids, or say more where nothing is hashed, is the same commit again."""
+    rollout = case.rollout()
+    first = staged_turn(rollout)
+    request, response = first.commit.request_items, first.commit.response_items
+    changes: dict[str, dict[str, Any]] = {
+        "ids": {"request_items": [item | {"id": "m-2"} for item in request]},
+        "types": {"response_items": [item | {"type": "message"} for item in response]},
+        "thinking": {"response_items": [{"type": "reasoning", "summary": []}, *response]},
+    }
+    await case.ledger().record(first.commit)
+    for change in changes.values():
+        await case.ledger().record(first.commit.model_copy(update=change))
+    expect_manifest(await case.ledger().manifest(rollout), rollout, [first])
+    other = first.commit.model_copy(update={"request_items": [*request, message("user", "And?")]})
+    await expect_error(case.ledger().record(other), ValueError, "a second record of another conversation")
 
 
 @check("ledger")
@@ -87,7 +113,7 @@ async def conflicting_record(case: Case) -> None:
 
 @check("ledger")
 async def ledger_failures(case: Case) -> None:
-    """Failed calls stand in the manifest with their reason, once each; another reason is a ValueError."""
+    """Failed calls stand in the manifest with each reason that was given, once, in commit order."""
     rollout = case.rollout()
     turn = staged_turn(rollout, "call-1")
     ledger = case.ledger()
@@ -96,8 +122,12 @@ async def ledger_failures(case: Case) -> None:
     await ledger.record_failure(rollout, "call-0", "unresolved_parent")
     for client in (ledger, case.ledger()):
         await client.record_failure(rollout, "call-2", "worker_capture_failed")
-        await expect_error(client.record_failure(rollout, "call-2", "other"), ValueError, "another reason")
-    failures = [("call-2", "worker_capture_failed"), ("call-0", "unresolved_parent")]
+        await client.record_failure(rollout, "call-2", "another reason")
+    failures = [
+        ("call-2", "worker_capture_failed"),
+        ("call-0", "unresolved_parent"),
+        ("call-2", "another reason"),
+    ]
     expect_manifest(await case.ledger().manifest(rollout), rollout, [turn], failures)
 
 
@@ -176,6 +206,40 @@ async def record_after_freeze(case: Case) -> None:
     failures = [("call-3", "worker_capture_failed")]
     expect_manifest(await case.ledger().manifest(rollout), rollout, [before, after], failures)
     expect(await case.ledger().has_rows(rollout) is True, "a frozen rollout has lost its rows")
+
+
+@check("ledger")
+async def late_rows_make_a_version(case: Case) -> None:
+    """What a frozen rollout records makes a version, so that dropping the snapshot before it is False and loses
+    nothing. A repeat makes none.
+    """
+    rollout = case.rollout()
+    early, late = staged_turn(rollout, "call-1"), staged_turn(rollout, "call-2")
+    await case.ledger().record(early.commit)
+    source = case.source()
+    before = held = await source.freeze(rollout)
+    writes: list[Callable[[], Awaitable[None]]] = [
+        lambda: case.ledger().record(late.commit),
+        lambda: case.ledger().record_failure(rollout, "call-3", "worker_capture_failed"),
+    ]
+    for write in writes:
+        for _ in range(2):
+            await write()
+        dropped = await source.drop(rollout, snapshot_id=held.snapshot_id, version=held.version)
+        expect(dropped is False, f"dropping the snapshot before a late row returned {dropped!r}")
+        after = await source.freeze(rollout)
+        expect(
+            (after.snapshot_id, after.version) == (held.snapshot_id, held.version + 1),
+            f"after a late row version {held.version} became {after.version}",
+        )
+        expect(after.incomplete == before.incomplete, "a late row changed whether the rollout is complete")
+        held = after
+    failures = [("call-3", "worker_capture_failed")]
+    expect_manifest(await case.ledger().manifest(rollout), rollout, [early, late], failures)
+    expect(
+        await source.drop(rollout, snapshot_id=held.snapshot_id, version=held.version),
+        "the snapshot with the late rows was not dropped",
+    )
 
 
 @check("ledger")

@@ -95,6 +95,21 @@ async def ledger_unversioned_rows(case: Case) -> None:
 
 
 @check("ledger")
+async def ledger_derived_fingerprint(case: Case) -> None:
+    """A row is found by its conversation, whatever fingerprint its record claims or lacks, and never by the claim."""
+    claims = {"no fingerprint": None, "a foreign fingerprint": "b" * 64}
+    other = staged_turn(case.rollout(), reply="Something else.")
+    claims["the fingerprint of another reply"] = other.commit.record.continuation_fingerprint
+    for what, claim in claims.items():
+        rollout = case.rollout()
+        parent = staged_turn(rollout, continuation_fingerprint=claim)
+        await case.ledger().record(parent.commit)
+        expect_staged_parent(await case.ledger().resolve(rollout, parent.following()), parent)
+        found = await case.ledger().resolve(rollout, other.following())
+        expect_unresolved(found, NO_MATCH, f"a request after another reply, to a row with {what}")
+
+
+@check("ledger")
 async def ledger_equal_twins(case: Case) -> None:
     """Of rows with the same conversation and the same tokens, the smallest call id by code points is the parent."""
     rollout = case.rollout()

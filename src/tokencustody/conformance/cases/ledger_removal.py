@@ -99,7 +99,10 @@ async def source_fences_the_ledger(case: Case) -> None:
     for rollout in (dropped, retired, deleted):
         await case.ledger().record(staged_turn(rollout).commit)
     snapshot = await source.freeze(dropped)
-    expect(await source.drop(dropped, snapshot.snapshot_id, snapshot.version), "the snapshot was not dropped")
+    expect(
+        await source.drop(dropped, snapshot_id=snapshot.snapshot_id, version=snapshot.version),
+        "the snapshot was not dropped",
+    )
     expect_removal(await source.retire([unknown, retired]), removed=[retired], absent=[unknown])
     expect_removal(await source.delete([deleted, unknown]), removed=[deleted], absent=[unknown])
     for rollout in (dropped, retired):

@@ -28,6 +28,19 @@ async def lineage_visibility(case: Case) -> None:
 
 
 @check("lineage")
+async def lineage_prev_len(case: Case) -> None:
+    """A match says how many tokens the request continues."""
+    rollout = case.rollout()
+    parent = turn(rollout, "call-1", opening())
+    await case.sink().put(parent)
+    request = [*opening(), *parent.output_items, message("user", "And then?")]
+    match = (await case.lineage().resolve(rollout, request)).match
+    tokens = cumulative_tokens(parent)
+    expect(match is not None, "the continuation of a call has no match")
+    expect(match.prev_len == len(tokens), f"prev_len is {match.prev_len} for {len(tokens)} tokens")
+
+
+@check("lineage")
 async def lineage_visibility_fresh_client(case: Case) -> None:
     """A resolver opened after a put names the call as parent, before and after the rollout is frozen."""
     rollout, request = case.rollout(), opening()
@@ -171,7 +184,6 @@ def expect_parent(resolution: Any, parent: TokenEntry, tokens: list[int]) -> Non
         f"{parent.model_call_id} was named with another token sequence",
     )
     expect(match.digest == parent.digest, f"{parent.model_call_id} was named with another digest")
-    expect(match.prev_len == len(tokens), f"prev_len is {match.prev_len} for {len(tokens)} tokens")
 
 
 async def expect_no_parent(resolver: Any, rollout: str, items: list[dict[str, Any]], what: str) -> str:

@@ -33,9 +33,12 @@ async def namespace_isolation(case: Case) -> None:
     expect_entries(theirs, there, second)
     expect(theirs.incomplete, "a mark was lost in its own namespace")
     expect(theirs.snapshot_id != ours.snapshot_id, "both namespaces have the same snapshot id")
-    crossed = await source.drop(rollout, theirs.snapshot_id, theirs.version)
+    crossed = await source.drop(rollout, snapshot_id=theirs.snapshot_id, version=theirs.version)
     expect(crossed is False, "the other namespace's snapshot was dropped here")
-    expect(await source.drop(rollout, ours.snapshot_id, ours.version), "the snapshot was not dropped")
+    expect(
+        await source.drop(rollout, snapshot_id=ours.snapshot_id, version=ours.version),
+        "the snapshot was not dropped",
+    )
     expect_same_snapshot(theirs, await other.freeze(rollout), "after a drop in the other namespace")
 
 

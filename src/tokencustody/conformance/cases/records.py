@@ -158,7 +158,7 @@ async def invalid_ids_refused(case: Case) -> None:
         await expect_error(sink.put(record(bad)), ValueError, f"put {what}")
         await expect_error(sink.mark_incomplete(bad), ValueError, f"mark_incomplete {what}")
         await expect_error(source.freeze(bad), ValueError, f"freeze {what}")
-        await expect_error(source.drop(bad, "snapshot", 0), ValueError, f"drop {what}")
+        await expect_error(source.drop(bad, snapshot_id="snapshot", version=0), ValueError, f"drop {what}")
     for bad in BAD_CALL_IDS:
         what = f"with the model call id {bad!r:.20}"
         await expect_error(

@@ -56,7 +56,10 @@ async def deletion(case: Case) -> None:
     await source.freeze(frozen)
     await sink.mark_incomplete(marked)
     snapshot = await source.freeze(dropped)
-    expect(await source.drop(dropped, snapshot.snapshot_id, snapshot.version), "the snapshot was not dropped")
+    expect(
+        await source.drop(dropped, snapshot_id=snapshot.snapshot_id, version=snapshot.version),
+        "the snapshot was not dropped",
+    )
     every = [unknown, marked, opened, frozen, dropped]
     result = await source.delete([*every, marked])
     expect_removal(result, removed=[marked, opened, frozen], absent=[unknown, dropped])
@@ -82,7 +85,7 @@ async def reused_id_is_a_new_rollout(case: Case) -> None:
     after = await source.freeze(rollout)
     expect(after.snapshot_id != before.snapshot_id, "the new life has the old snapshot id")
     expect(
-        await source.drop(rollout, before.snapshot_id, before.version) is False,
+        await source.drop(rollout, snapshot_id=before.snapshot_id, version=before.version) is False,
         "the old snapshot was dropped again",
     )
     expect_entries(await source.freeze(rollout), entry)

@@ -14,21 +14,17 @@ from tokencustody.errors import TokenCaptureFrozenError, TokenCaptureRetiredErro
 
 @check()
 async def conditional_retirement(case: Case) -> None:
-    """`drop` of the frozen snapshot, by position or keyword, is True once consumed, and the fence stays."""
-    for by_keyword in (False, True):
-        rollout = case.rollout()
-        entry = record(rollout)
-        await case.sink().put(entry)
-        source = case.source()
-        snapshot = await source.freeze(rollout)
-        expect_entries(snapshot, entry)
-        if by_keyword:
-            dropped = await source.drop(rollout, snapshot_id=snapshot.snapshot_id, version=snapshot.version)
-        else:
-            dropped = await source.drop(rollout, snapshot.snapshot_id, snapshot.version)
-        expect(dropped is True, f"drop of the frozen snapshot returned {dropped!r}")
-        for late in (entry, record(rollout, "call-2")):
-            await expect_error(case.sink().put(late), TokenCaptureFrozenError, "put after the drop")
+    """`drop` of the frozen snapshot, by keywords as some stores want it, is True once consumed, and the fence stays."""
+    rollout = case.rollout()
+    entry = record(rollout)
+    await case.sink().put(entry)
+    source = case.source()
+    snapshot = await source.freeze(rollout)
+    expect_entries(snapshot, entry)
+    dropped = await source.drop(rollout, snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+    expect(dropped is True, f"drop of the frozen snapshot returned {dropped!r}")
+    for late in (entry, record(rollout, "call-2")):
+        await expect_error(case.sink().put(late), TokenCaptureFrozenError, "put after the drop")
 
 
 @check()
@@ -38,8 +34,14 @@ async def stale_drop_loses_nothing(case: Case) -> None:
     entry = record(rollout)
     sink, source = case.sink(), case.source()
     await sink.put(entry)
-    expect(await source.drop(rollout, "no-snapshot", 0) is False, "drop of an open rollout was not False")
-    expect(await source.drop(unknown, "no-snapshot", 0) is False, "drop of an unknown rollout was not False")
+    expect(
+        await source.drop(rollout, snapshot_id="no-snapshot", version=0) is False,
+        "drop of an open rollout was not False",
+    )
+    expect(
+        await source.drop(unknown, snapshot_id="no-snapshot", version=0) is False,
+        "drop of an unknown rollout was not False",
+    )
     second = record(rollout, "call-2")
     await sink.put(second)
     snapshot = await source.freeze(rollout)
@@ -52,16 +54,14 @@ async def stale_drop_loses_nothing(case: Case) -> None:
     )
     for snapshot_id, version in wrong:
         expect(
-            await source.drop(rollout, snapshot_id, version) is False,
+            await source.drop(rollout, snapshot_id=snapshot_id, version=version) is False,
             "drop of another snapshot was not False",
         )
-        keyword = await case.source().drop(rollout, snapshot_id=snapshot_id, version=version)
-        expect(keyword is False, "drop of another snapshot by keyword was not False")
     after = await source.freeze(rollout)
     expect_same_snapshot(snapshot, after, "after drops of other snapshots")
     expect_entries(after, entry, second)
     expect(
-        await source.drop(rollout, snapshot.snapshot_id, snapshot.version),
+        await source.drop(rollout, snapshot_id=snapshot.snapshot_id, version=snapshot.version),
         "the right snapshot was not dropped",
     )
 
@@ -75,15 +75,17 @@ async def drop_of_dropped_rollout(case: Case) -> None:
     await case.sink().put(record(rollout))
     sources = [case.source() for _ in range(4)]
     snapshot = await sources[0].freeze(rollout)
-    exact = [source.drop(rollout, snapshot.snapshot_id, snapshot.version) for source in sources]
+    exact = [
+        source.drop(rollout, snapshot_id=snapshot.snapshot_id, version=snapshot.version) for source in sources
+    ]
     expect(
         await asyncio.gather(*exact) == [True] * 4,
         "concurrent drops of the consumed snapshot were not all True",
     )
-    again = await case.source().drop(rollout, snapshot.snapshot_id, snapshot.version)
+    again = await case.source().drop(rollout, snapshot_id=snapshot.snapshot_id, version=snapshot.version)
     expect(again is True, f"dropping the consumed snapshot again returned {again!r}")
     for snapshot_id, version in ((snapshot.snapshot_id, snapshot.version + 1), ("other", snapshot.version)):
-        other = await case.source().drop(rollout, snapshot_id, version)
+        other = await case.source().drop(rollout, snapshot_id=snapshot_id, version=version)
         expect(other is False, f"dropping another snapshot of a retired rollout returned {other!r}")
 
 
@@ -97,7 +99,10 @@ async def late_use_of_dropped_rollout(case: Case) -> None:
     await case.sink().put(entry)
     source = case.source()
     snapshot = await source.freeze(rollout)
-    expect(await source.drop(rollout, snapshot.snapshot_id, snapshot.version), "the snapshot was not dropped")
+    expect(
+        await source.drop(rollout, snapshot_id=snapshot.snapshot_id, version=snapshot.version),
+        "the snapshot was not dropped",
+    )
     await expect_retired(case, rollout, entry)
 
 

@@ -117,7 +117,10 @@ async def source_keeps_staged_calls(case: Case) -> None:
     for rollout in (dropped, retired, deleted):
         await case.sink().put(record(rollout))
     snapshot = await source.freeze(dropped)
-    expect(await source.drop(dropped, snapshot.snapshot_id, snapshot.version), "the snapshot was not dropped")
+    expect(
+        await source.drop(dropped, snapshot_id=snapshot.snapshot_id, version=snapshot.version),
+        "the snapshot was not dropped",
+    )
     await source.retire([retired])
     await source.delete([deleted])
     expect_calls(await in_thread(case.staging().fetch, keys), *(turn.staged for turn in turns))
