@@ -8,7 +8,15 @@ from typing import Any
 from tests.conformance.memory import Memory, Rollout
 from tokencustody.errors import RolloutRetiredError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, conversation_digest
-from tokencustody.lineage import NO_MATCH, Candidate, Request, choose_parent, continuation_of, unresolved
+from tokencustody.lineage import (
+    NO_MATCH,
+    Candidate,
+    Continuation,
+    Request,
+    choose_parent,
+    continuation_of,
+    unresolved,
+)
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus
 from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, ManifestFailure, RolloutManifest
@@ -23,8 +31,7 @@ class MemoryLedger(Memory):
         return (
             known.record == commit.record
             and known.staging_chain == commit.staging_chain
-            and self.context(known) == self.context(commit)
-            and self.fingerprint(known) == self.fingerprint(commit)
+            and _continuation(known) == _continuation(commit)
         )
 
     def stored_call(self, commit: CaptureLedgerCommit) -> CaptureLedgerCommit:
@@ -37,7 +44,7 @@ class MemoryLedger(Memory):
         return len(commit.request_items), conversation_digest(commit.request_items)
 
     def fingerprint(self, commit: CaptureLedgerCommit) -> str | None:
-        return continuation_of(commit.request_items, commit.response_items).fingerprint
+        return _continuation(commit).fingerprint
 
     def has_new_row(self, rollout: Rollout) -> None:
         # So that no snapshot from before takes the row along.
@@ -127,3 +134,7 @@ class MemoryLedger(Memory):
             return unresolved(choice)
         match = self.match(rollout.calls[choice.model_call_id])
         return LineageResolution(ParentResolutionStatus.RESOLVED, match)
+
+
+def _continuation(commit: CaptureLedgerCommit) -> Continuation:
+    return continuation_of(commit.request_items, commit.response_items)

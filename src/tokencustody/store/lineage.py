@@ -122,7 +122,8 @@ _CONFLICT = select(
     null(),
     _SECOND.rollout_id,
 ).where(of_rollout(failures), _SECOND.second_fingerprint.in_(map(bindparam, _NAMES)))
-# No child can be chained to a row without a chain or cumulative hash, and the manifest counts one without a response id as failed.
+# No child can be chained to a row without a hash of its chain or tokens, and the manifest counts one without a
+# response id as failed.
 _ROW = select(
     _RECORDED.model_call_id,
     _RECORDED.continuation_context_len,

@@ -222,7 +222,7 @@ class FrozenLedgerHasNoParents(MemoryLedger):
         return NO_PARENT if rollout.state == "frozen" else super().resolve_rows(rollout, request_items)
 
 
-@fails("ledger_no_match", "repeated_conversation")
+@fails("ledger_no_match")
 class LedgerContextIsNotCompared(MemoryLedger):
     def resolve_rows(self, rollout: Rollout, request_items: list[dict[str, Any]]) -> LineageResolution:
         self.asked = before_the_answer(request_items)
