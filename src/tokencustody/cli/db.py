@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, TypeVar
@@ -12,6 +13,8 @@ import typer
 from tokencustody.cli.printing import plural
 
 Result = TypeVar("Result")
+# What of a check an upgrade mends.
+_MENDED = re.compile(r"(missing|unexpected): (view|function) |revision: (none|000\d_\w+) instead of ")
 
 db = typer.Typer(help="Create, upgrade and check the tables of a database.", no_args_is_help=True)
 
@@ -88,6 +91,8 @@ def check(url: Url, as_json: Json = False) -> None:
         typer.echo(
             "\n".join([f"{shown} differs from this library:", *(f"  {problem}" for problem in problems)])
         )
+        if all(_MENDED.match(problem) for problem in problems):
+            typer.echo(f"`tokencustody db upgrade --url {shown}` mends this")
     else:
         typer.echo(f"{shown}: at {migrate.HEAD}, tables and wire schemas equal")
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sqlite3
 from pathlib import Path
 
@@ -11,6 +12,7 @@ _ENCODING = "give tokencustody a database whose encoding is UTF8"
 _POOLER = (
     "add statement_cache_size=0 to the URL, for a pooler in transaction mode keeps no prepared statements"
 )
+_RIGHTS = "let this user write the file and its folder"
 _HELD = "another process holds it: end that, or wait"
 # By the SQLSTATE of PostgreSQL and the primary code of SQLite.
 _REMEDIES: dict[object, str] = {
@@ -26,6 +28,9 @@ _REMEDIES: dict[object, str] = {
     "57P03": "wait until the server has started",
     sqlite3.SQLITE_BUSY: _HELD,
     sqlite3.SQLITE_LOCKED: _HELD,
+    sqlite3.SQLITE_FULL: "make room on its disk",
+    sqlite3.SQLITE_PERM: _RIGHTS,
+    sqlite3.SQLITE_READONLY: _RIGHTS,
     sqlite3.SQLITE_PROTOCOL: (
         "the locks of its -shm file stay taken: let no other program hold them, and keep the file on a local file "
         "system, for a network file system need not have true locks"
@@ -53,9 +58,14 @@ def missing(url: DatabaseUrl) -> str:
 def _of_system(url: DatabaseUrl, cause: BaseException) -> str:
     if url.is_sqlite:
         folder = Path(url.dsn).parent
-        return "" if folder.is_dir() else f"there is no folder {folder}: look at the path, or make the folder"
+        if not folder.is_dir():
+            return f"there is no folder {folder}: look at the path, or make the folder"
+        is_closed = getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CANTOPEN
+        return _RIGHTS if is_closed else ""
     if isinstance(cause, ConnectionRefusedError):
         return "look whether the server runs and listens there"
+    if isinstance(cause, socket.gaierror):
+        return "look at the name of the host"
     if isinstance(cause, FileNotFoundError):
         return "look whether the server runs and has its socket there"
     return ""
