@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -93,6 +93,11 @@ class Engines(ABC):
         Raises HeldError, without a long wait, when the transaction would wait for another one.
         """
         return await self.write(attempt)
+
+    @property
+    def file(self) -> Hashable:
+        """What tells the file that is open from any that is put in its place, or None where there is no such file."""
+        return None
 
     async def identify(self) -> str | None:
         """Return what tells this database from all others, however it is addressed, if the address does not."""

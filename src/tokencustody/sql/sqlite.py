@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sqlite3
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,10 +18,12 @@ from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError
 
 from tokencustody.errors import DurabilityError, StoreUnavailableError
 from tokencustody.sql.engine import LOGGING_NAME, Attempt, EngineKey, Engines, Result, Work
 from tokencustody.sql.faults import reach_from_thread
+from tokencustody.sql.sqlite_files import File, OpenedConnection, OpenedFile, opened_file
 from tokencustody.sql.url import DatabaseUrl
 
 # Longer waits are retried, so that a cancelled write leaves within this many seconds.
@@ -36,9 +37,10 @@ class SqliteEngines(Engines):
         super().__init__()
         self._url = key.url
         self._archive = archive_stamp(key.url) if key.read_only else None
+        self._opened = opened_file(key.url, self)
         options = {"max_overflow": 0, "pool_timeout": key.deadline}
         self._writer = _Threads(
-            _engine(key.url, key.deadline, begin="BEGIN IMMEDIATE", pool_size=1, **options), 1
+            _engine(key.url, key.deadline, begin="BEGIN IMMEDIATE", pool_size=1, **options), 1, self._opened
         )
         self._readers = _Threads(
             _engine(
@@ -50,7 +52,13 @@ class SqliteEngines(Engines):
                 **options,
             ),
             key.pool_size,
+            self._opened,
         )
+
+    @property
+    def file(self) -> File | None:
+        """The file by device and inode, as `Engines` says."""
+        return self._opened.file
 
     async def read(self, work: Work[Result]) -> Result:
         result = await self._readers.run(work)
@@ -79,6 +87,7 @@ class SqliteEngines(Engines):
     def _close(self) -> None:
         for threads in (self._writer, self._readers):
             threads.close()
+        self._opened.users.discard(self)
 
 
 class _Threads:
@@ -87,8 +96,9 @@ class _Threads:
     A fork waits for the transactions that are running.
     """
 
-    def __init__(self, engine: Engine, size: int) -> None:
+    def __init__(self, engine: Engine, size: int, opened: OpenedFile) -> None:
         self._engine = engine
+        self._opened = opened
         self._executor = ThreadPoolExecutor(size, thread_name_prefix="tokencustody")
         self._size = size
         self._turns = threading.Semaphore(size)
@@ -118,14 +128,23 @@ class _Threads:
             self._busy.append(None)
             try:
                 connection = self._connection()
+                driver: Any = connection.connection.dbapi_connection
                 try:
                     with connection.begin():
-                        result = work(connection)
-                        if before_commit is not None:
+                        if before_commit is None:
+                            result = work(connection)
+                            self._opened.check(driver)
+                        else:
+                            self._opened.check(driver)
+                            result = work(connection)
                             before_commit()
-                except BaseException:
+                    if before_commit is not None:
+                        self._opened.check(driver)
+                except BaseException as exc:
                     # It may be what is broken.
                     connection.close()
+                    if isinstance(exc, DBAPIError) and (gone := self._opened.loss()) is not None:
+                        raise gone from exc
                     raise
                 self._idle.append(connection)
                 return result
@@ -136,7 +155,15 @@ class _Threads:
         try:
             return self._idle.pop()
         except IndexError:
-            return self._engine.connect()
+            before = self._opened.look()
+            connection = self._engine.connect()
+            try:
+                self._opened.opened(before)
+            except BaseException:
+                connection.invalidate()
+                connection.close()
+                raise
+            return connection
 
     def checked_out(self) -> int:
         return len(self._busy)
@@ -207,22 +234,6 @@ def _after_fork() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
-class _RollingBack(sqlite3.Connection):
-    """Ends its transaction when it is closed.
-
-    SQLite keeps a closed connection, and the lock of its transaction, for as long as a cursor is unread.
-    """
-
-    _is_closed = False
-
-    def close(self) -> None:
-        # The pool closes again what could not be configured.
-        if not self._is_closed and self.in_transaction:
-            self.rollback()
-        self._is_closed = True
-        super().close()
-
-
 def archive_stamp(url: DatabaseUrl) -> tuple[int, int] | None:
     """Return the time and size of a file that lies alone in a folder where nothing can be created, else None.
 
@@ -258,7 +269,7 @@ def file_engine(
         query["immutable"] = "1"
     engine = create_engine(
         URL.create("sqlite", database="file://" + quote(os.fsencode(url.dsn)), query=query),
-        connect_args={"isolation_level": None, "timeout": timeout, "factory": _RollingBack},
+        connect_args={"isolation_level": None, "timeout": timeout, "factory": OpenedConnection},
         hide_parameters=True,
         logging_name=LOGGING_NAME,
         **options,

@@ -44,6 +44,7 @@ from tokencustody.sql.engine import (
 from tokencustody.sql.faults import Fault, classify, damage, reach, reach_beside, unavailable
 from tokencustody.sql.postgresql import PostgresqlEngines, Statement
 from tokencustody.sql.remedies import missing
+from tokencustody.sql.sqlite_files import gone
 from tokencustody.sql.url import DatabaseUrl
 from tokencustody.sql.waits import waiting
 
@@ -105,6 +106,8 @@ class Database:
             prepare()
         self._coalesce = Coalesce(coalesce)
         self._key = EngineKey(url, pool_size, deadline, read_only)
+        # The SQLite file that this store has used, in whatever loop or process.
+        self._file: Hashable = None
         self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
         self._closed = False
 
@@ -217,6 +220,8 @@ class Database:
                 async with asyncio.timeout_at(give_up):
                     if not engines.checked:
                         await self._check_schema(engines, give_up)
+                    if engines.file != self._file:
+                        self._keep_to_file(engines)
                     result = await transact(attempt)
                     if attempt.committing:
                         await reach("after commit, before acknowledgement")
@@ -246,6 +251,12 @@ class Database:
                 engines.stats[f"retries_{failure.cause}"] += 1
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _keep_to_file(self, engines: Engines) -> None:
+        # What this store has written and read before is not in another file, which only a new store may use.
+        if self._file is not None:
+            raise gone(self.url)
+        self._file = engines.file
 
     def gatherer(self, engines: Engines, write: SharedWrite[Item, Answer]) -> Gatherer[Item, Answer]:
         """Return the gatherer of one kind of calls, made now if need be."""
