@@ -7,15 +7,17 @@ import random
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from campaigns.fuzzing.cases import Case, Target, Violation, attempt
 from campaigns.fuzzing.mutations import mutated
+from tokencustody.errors import StoreUnavailableError
 from tokencustody.sql.url import parse_url
 from tokencustody.store import open_store
 from tokencustody.store.fence import RolloutKey, Stamp
+from tokencustody.store.replaying import replay
 from tokencustody.store.spill import Mark, Spill, spilled_files
 
 
@@ -55,17 +57,29 @@ def _spilled(seed: str) -> Iterator[Case]:
 
 
 def _claim_one(spill: Spill, path: Path, marks: list[Mark]) -> None:
-    with ExitStack() as claims:
-        mark = spill.claim(path, claims)
-        if mark is not None and mark not in marks:
-            raise Violation(f"a mark that nobody made was claimed: {mark}")
+    claim = spill.claim(path)
+    if claim is not None:
+        claim.close()
+        if claim.mark is not None and claim.mark not in marks:
+            raise Violation(f"a mark that nobody made was claimed: {claim.mark}")
 
 
 async def _replayed(database: Path, root: Path, key: RolloutKey) -> set[str]:
-    """Let a store replay what waits; return the calls that are marked, one of them by this store itself."""
+    """Let a store replay what waits; return the calls that are marked, one of them by this store itself.
+
+    A rollout one of whose marks did not come in is not frozen.
+    """
     async with open_store(database, run=key.run, spill=root, deadline=5) as store:
+        await replay(store.sink._database, Spill(root, parse_url(database)))
         await store.sink.mark_incomplete(key.rollout_id, "own")
-    return _stored(database, key)
+        stored = _stored(database, key)
+        if len(stored) < 4:
+            try:
+                await store.source.freeze(key.rollout_id)
+            except StoreUnavailableError:
+                return stored
+            raise Violation(f"frozen with the marks {stored} alone")
+    return stored
 
 
 def _stored(database: Path, key: RolloutKey) -> set[str]:

@@ -29,7 +29,8 @@ from tokencustody.sql.tables import FenceState
 from tokencustody.sql.url import parse_url
 from tokencustody.store import SqlStagingStore, removal
 from tokencustody.store.fence import RolloutKey, Stamp
-from tokencustody.store.spill import Mark, Spill, spill_root
+from tokencustody.store.spill import Mark, Spill
+from tokencustody.store.spill_files import spill_root
 
 RUN = "run-1"
 FROZEN = RolloutFilter(run=RUN, state=FenceState.FROZEN)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.store.rows import rows_of
 from tokencustody import open_store
-from tokencustody.cli import main
+from tokencustody.cli import app, main
+from tokencustody.errors import StoreUnavailableError
 from tokencustody.sql import migrate, tables
 from tokencustody.sql.url import parse_url
 from tokencustody.store.fence import RolloutKey, Stamp
@@ -170,3 +173,53 @@ def test_a_folder_that_is_not_there_is_no_empty_one(
     ended = run(capsys, monkeypatch, "list", "--spill", str(tmp_path / "misspelt"))
     assert (ended.code, ended.out) == (2, "")
     assert "--spill" in ended.err
+
+
+def damaged(spill: Spill) -> Path:
+    file = keep(spill)
+    file.write_bytes(b"torn")
+    return file
+
+
+async def freeze(url: str, rollout: str = "rollout-1") -> bool:
+    async with open_store(url, run="run-1") as store:
+        return (await store.source.freeze(rollout)).incomplete
+
+
+def test_the_rollout_of_a_damaged_file_is_marked_when_a_person_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill: Spill
+) -> None:
+    damaged(spill)
+    with pytest.raises(StoreUnavailableError) as refused:
+        asyncio.run(freeze(store_url))
+    # As the error says it.
+    said = str(refused.value).partition("`tokencustody spill ")[2].partition("`")[0]
+    ended = run(capsys, monkeypatch, *shlex.split(said.replace("URL", store_url)))
+    assert (ended.code, ended.err) == (0, "")
+    assert asyncio.run(freeze(store_url))
+    assert run(capsys, monkeypatch, "list").code == 0
+
+
+def test_a_damaged_file_is_discarded_when_a_person_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill: Spill
+) -> None:
+    file = damaged(spill)
+    with pytest.raises(StoreUnavailableError):
+        asyncio.run(freeze(store_url))
+    file = file.with_name(f"{file.name}.corrupt")
+    assert CliRunner().invoke(app, ["spill", "discard", str(file)], input="n\n").exit_code == 1
+    assert run(capsys, monkeypatch, "discard", str(file), "--yes").code == 0
+    assert not asyncio.run(freeze(store_url))
+
+
+def test_what_is_not_the_rollouts_or_not_damaged_is_not_decided(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill: Spill
+) -> None:
+    migrate.upgrade(store_url)
+    file, good = damaged(spill), keep(spill)
+    other = run(capsys, monkeypatch, "mark", str(file), "rollout-2", "--run", "run-1", "--url", store_url)
+    assert (other.code, "was no mark of rollout rollout-2" in other.err) == (2, True)
+    discarded = run(capsys, monkeypatch, "discard", str(good), "--yes")
+    assert (discarded.code, "is not a damaged mark" in discarded.err) == (2, True)
+    assert file.exists()
+    assert good.exists()

@@ -9,13 +9,14 @@ import logging
 import os
 import pwd
 import signal
+import socket
 import sqlite3
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ from tokencustody.sql.url import parse_url
 from tokencustody.store import replaying
 from tokencustody.store.fence import RolloutKey, Stamp
 from tokencustody.store.replaying import Replayer, replay
-from tokencustody.store.spill import Mark, Spill, spill_root
+from tokencustody.store.spill import Mark, Spill
+from tokencustody.store.spill_files import spill_root
 
 RUN = "run-1"
 SOON = 0.5
@@ -128,9 +130,9 @@ async def replayed(store: CaptureStore) -> None:
     for each in (store.sink, store.source):
         replayer = each._replayer
         assert replayer is not None
-        tasks = [task for task in replayer._tasks.values() if task is not None]
-        if tasks:
-            async with asyncio.timeout(20):
+        # The look, and then the replay.
+        while tasks := [task for task in replayer._tasks.values() if not task.done()]:
+            async with asyncio.timeout(60):
                 await asyncio.wait(tasks)
 
 
@@ -230,10 +232,11 @@ async def test_nothing_is_written_after_a_mark_that_somebody_else_is_replaying(
     async with open_store(store_url, run=RUN, deadline=SOON) as store:
         await store.sink.put(make_entry())
         path = spill.keep(make_mark())
-        with ExitStack() as claims:
-            assert spill.claim(path, claims) is not None
-            with pytest.raises(StoreUnavailableError, match="its replay has not ended elsewhere"):
-                await store.source.delete(["rollout-1"])
+        claim = spill.claim(path)
+        assert claim is not None
+        with pytest.raises(StoreUnavailableError, match="its replay has not ended elsewhere"):
+            await store.source.delete(["rollout-1"])
+        claim.close()
         assert await store.source.delete(["rollout-1"]) == {"absent": [], "removed": ["rollout-1"]}
         await replayed(store)
     assert await rows_of(store_url, tables.fences) == []
@@ -449,23 +452,183 @@ def _of_another_database(data: bytes) -> bytes:
     ],
     ids=["torn", "empty", "nested", "garbage", "fields missing", "byte flipped", "another database"],
 )
-async def test_a_corrupt_file_is_kept_aside_and_reported_and_does_not_hinder_the_others(
-    sqlite_url: str, spill_folder: Path, caplog: pytest.LogCaptureFixture, damage: Any
+async def test_a_damaged_mark_hinders_no_other_and_its_rollout_is_neither_frozen_nor_let_go(
+    store_url: str, spill: Spill, caplog: pytest.LogCaptureFixture, damage: Any
 ) -> None:
-    spill = Spill(spill_folder, parse_url(sqlite_url))
-    corrupt = spill.keep(make_mark("call-1", seconds=0))
-    spill.keep(make_mark("call-2", seconds=1))
-    content = damage(corrupt.read_bytes())
-    corrupt.write_bytes(content)
-    async with open_store(sqlite_url, run=RUN) as store:
-        await store.sink.begin_call("another", "call-1")
-        await replayed(store)
-        await store.source.freeze("rollout-1")
-    assert await events(sqlite_url) == [("open", ""), ("mark", "call-2"), ("freeze", "")]
-    (aside,) = files_in(spill_folder)
-    assert (aside.name, aside.read_bytes()) == (f"{corrupt.name}.corrupt", content)
-    (error,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert str(aside) in error.getMessage()
+    async with open_store(store_url, run=RUN) as store:
+        frozen = await store.source.freeze("rollout-2")
+        corrupt = [spill.keep(make_mark("call-1", rollout=f"rollout-{number}")) for number in (1, 2)]
+        spill.keep(make_mark("call-2", seconds=1))
+        content = damage(corrupt[0].read_bytes())
+        for path in corrupt:
+            path.write_bytes(content)
+        refused = [
+            lambda: store.source.freeze("rollout-1"),
+            lambda: store.source.retire(["rollout-1"]),
+            lambda: store.lineage.delete(["rollout-1"]),
+            lambda: store.source.drop("rollout-2", frozen.snapshot_id, frozen.version),
+        ]
+        for again in range(2):
+            for call in refused:
+                with pytest.raises(StoreUnavailableError, match="damaged") as error:
+                    await call()
+                said = str(error.value)
+                assert "of run run-1" in said
+                assert "tokencustody spill mark" in said
+                assert "tokencustody spill discard" in said
+            await replay(store.sink._database, spill)
+            assert again or "call-2" in [call for _, call in await events(store_url)]
+        # A mark is never refused for another one.
+        await store.sink.mark_incomplete("rollout-1", "call-3")
+        assert not (await store.source.freeze("rollout-3")).incomplete
+        aside = spill.damaged(RolloutKey(RUN, "rollout-1"))
+        assert [(path.name, path.read_bytes()) for path in aside] == [(f"{corrupt[0].name}.corrupt", content)]
+        assert str(aside[0]) in caplog.text
+        aside[0].unlink()
+        assert (await store.source.freeze("rollout-1")).incomplete
+
+
+@pytest.mark.parametrize("moment", ["waiting", "damaged", "claim"])
+async def test_a_mark_that_another_process_finds_to_be_damaged_meanwhile_is_not_overtaken(
+    store_url: str, spill: Spill, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    path = spill.keep(make_mark())
+    path.write_bytes(b"torn")
+    method = getattr(Spill, moment)
+
+    def found_by_another(self: Spill, *arguments: object) -> object:
+        monkeypatch.setattr(Spill, moment, method)
+        claim = Spill.claim(self, path)
+        assert claim is not None
+        claim.close()
+        return method(self, *arguments)
+
+    monkeypatch.setattr(Replayer, "start", lambda self: None)
+    async with open_store(store_url, run=RUN) as store:
+        await store.source.freeze("rollout-2")
+        monkeypatch.setattr(Spill, moment, found_by_another)
+        with pytest.raises(StoreUnavailableError, match="damaged"):
+            await store.source.freeze("rollout-1")
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a link", "a link to nothing", "a socket"])
+async def test_what_is_no_file_under_the_name_of_a_mark_holds_up_its_rollout_and_no_loop(
+    store_url: str, spill: Spill, tmp_path: Path, kind: str
+) -> None:
+    path = spill.keep(make_mark())
+    content = path.read_bytes()
+    path.unlink()
+    match kind:
+        case "a pipe":
+            os.mkfifo(path)
+        case "a folder":
+            path.mkdir()
+        case "a link":
+            (tmp_path / "copy").write_bytes(content)
+            path.symlink_to(tmp_path / "copy")
+        case "a link to nothing":
+            path.symlink_to(tmp_path / "nothing")
+        case "a socket":
+            with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
+                bound.bind(path.name)
+    async with open_store(store_url, run=RUN) as store:
+        await store.sink.begin_call("rollout-2", "call-1")
+        await replay(store.sink._database, spill)
+        with pytest.raises(StoreUnavailableError, match=r"rollout-1 .* cannot be read.* spill discard"):
+            await store.source.freeze("rollout-1")
+        await store.sink.mark_incomplete("rollout-1")
+        await store.source.freeze("rollout-2")
+
+
+async def test_a_file_whose_name_is_no_marks_holds_up_no_rollout(store_url: str, spill: Spill) -> None:
+    for name in ("stray", "x.mark1", "note.txt", "x.mark1.corrupt"):
+        (spill.keep(make_mark()).parent / name).write_bytes(b"stray")
+    async with open_store(store_url, run=RUN) as store:
+        assert (await store.source.freeze("rollout-1")).incomplete
+        assert not (await store.source.freeze("rollout-2")).incomplete
+
+
+async def test_a_damaged_mark_that_was_spilled_under_another_address_holds_up_its_rollout(
+    postgres_url: str, spill_folder: Path
+) -> None:
+    elsewhere = Spill(spill_folder, parse_url("postgresql://old-host/captures"))
+    path = elsewhere.keep(make_mark())
+    path.write_bytes(b"torn")
+    async with open_store(postgres_url, run=RUN) as store:
+        with pytest.raises(StoreUnavailableError, match=r"rollout-1 of run run-1 .* damaged"):
+            await store.source.freeze("rollout-1")
+        await store.source.freeze("rollout-2")
+    assert path.read_bytes() == b"torn"
+
+
+@contextmanager
+def hanging(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    """Let one method of the spill wait until this ends, as a volume does whose server is gone."""
+    go_on = threading.Event()
+    method = getattr(Spill, name)
+
+    def hang(self: Spill, *arguments: object) -> object:
+        assert go_on.wait(60)
+        return method(self, *arguments)
+
+    monkeypatch.setattr(Spill, name, hang)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("name", ["is_empty", "waiting", "claim"])
+async def test_a_folder_that_does_not_answer_holds_up_neither_the_loop_nor_what_needs_no_marks(
+    store_url: str, spill: Spill, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spill.keep(make_mark())
+    store = open_store(store_url, run=RUN, deadline=2)
+    with hanging(monkeypatch, name):
+        await store.sink.put(make_entry())
+        await store.sink.mark_incomplete("rollout-1", "call-2")
+        with pytest.raises(StoreUnavailableError, match="does not answer"):
+            await store.source.freeze("rollout-1")
+        await store.close()
+
+
+async def test_a_commit_is_answered_also_where_the_file_of_its_mark_cannot_be_removed_in_time(
+    store_url: str, spill: Spill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill.keep(make_mark())
+    monkeypatch.setattr(Replayer, "start", lambda self: None)
+    async with open_store(store_url, run=RUN, deadline=2) as store:
+        with hanging(monkeypatch, "finish"):
+            assert (await store.source.freeze("rollout-1")).incomplete
+    assert await events(store_url) == [("open", ""), ("mark", "call-1"), ("freeze", "")]
+
+
+@pytest.mark.parametrize("place", ["root", "folder"])
+@pytest.mark.parametrize("fault", ["of another user", "writable for all"])
+async def test_a_folder_that_others_can_change_is_refused_by_name(
+    outage: Outage, spill_folder: Path, place: str, fault: str
+) -> None:
+    needs_root()
+    spill = Spill(spill_folder, parse_url(outage.url))
+    path = spill.keep(make_mark())
+    unsafe = spill.folder if place == "folder" else spill_folder
+    if fault == "of another user":
+        os.chown(unsafe, pwd.getpwnam("nobody").pw_uid, -1)
+        said = "it belongs to another user"
+    else:
+        unsafe.chmod(0o777)
+        said = "every user may write into it"
+    async with outage.open(deadline=10) as store:
+        with pytest.raises(StoreUnavailableError, match=said) as freezing:
+            await store.source.freeze("rollout-1")
+    async with outage.open() as store:
+        with outage.away(), pytest.raises(StoreUnavailableError, match=said) as marking:
+            await store.sink.mark_incomplete("rollout-2")
+    assert all(f"{unsafe}" in str(error.value) for error in (freezing, marking))
+    assert path.exists()
+    os.chown(unsafe, 0, -1)
+    unsafe.chmod(0o1777)  # as /tmp
+    spill.keep(make_mark())
 
 
 async def test_a_file_that_cannot_be_read_does_not_hinder_the_others_but_its_rollout_is_not_frozen(

@@ -58,7 +58,8 @@ def backup(
 def _waiting(url: str) -> int:
     """Return how many marks wait on this host for the database, as far as this user may look."""
     from tokencustody.sql.url import parse_url
-    from tokencustody.store.spill import Spill, spill_root
+    from tokencustody.store.spill import Spill
+    from tokencustody.store.spill_files import spill_root
 
     root = spill_root("")
     if root is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 DEADLINE = 10.0
 
 spill = typer.Typer(
-    help="See and replay the marks that wait on this host for their database.", no_args_is_help=True
+    help="See, replay and decide about the marks that wait on this host for their database.",
+    no_args_is_help=True,
 )
 
 Folder = Annotated[
@@ -30,6 +33,11 @@ Folder = Annotated[
         help="The folder that the stores name by their option spill. Default: TOKENCUSTODY_SPILL, else "
         "tokencustody/spill in the XDG state folder.",
     ),
+]
+
+
+DamagedFile = Annotated[
+    Path, typer.Argument(help="A damaged file, as the refused freeze or `spill list` names it.")
 ]
 
 
@@ -52,7 +60,8 @@ def list_(folder: Folder = None, as_json: Json = False) -> None:
             typer.echo("replay with: tokencustody spill replay --url URL")
         if any(file.mark is None for file in files):
             typer.echo(
-                "a corrupt file was the mark of a rollout: mask what you cannot vouch for, then remove the file"
+                "a corrupt file was the mark of a rollout, which is neither frozen nor let go here: a freeze names it, "
+                "and `tokencustody spill mark` or `tokencustody spill discard` decides"
             )
     if files:
         raise typer.Exit(1)
@@ -132,8 +141,79 @@ def replay(
         raise typer.Exit(1)
 
 
+@spill.command()
+def mark(
+    file: DamagedFile,
+    rollout: Annotated[str, typer.Argument(help="The rollout, as the refused freeze names it.")],
+    url: Url,
+    run: Annotated[str, typer.Option("--run", help="The rollout's run.")] = "default",
+) -> None:
+    """Mark the rollout of a damaged file as incomplete, and remove the file."""
+    from tokencustody.sql.transactions import Database
+    from tokencustody.sql.url import parse_url
+    from tokencustody.store.fence import RolloutKey
+    from tokencustody.store.ids import check_rollout_id
+    from tokencustody.store.spill import Spill
+
+    key = RolloutKey(check_rollout_id(run, "run"), check_rollout_id(rollout))
+    database = Database(parse_url(url), deadline=DEADLINE, creates=False)
+    made = Spill(file.parent.parent, database.url).mark_of(file, key, f"{socket.gethostname()}:{os.getpid()}")
+    if made is None:
+        raise typer.BadParameter(f"{file.name} was no mark of rollout {rollout} of run {run}")
+
+    async def store() -> bool:
+        try:
+            return await database.write(made.settle_txn)
+        finally:
+            await database.close()
+
+    stored = asyncio.run(store())
+    _remove(file)
+    if stored:
+        typer.echo(
+            f"rollout {rollout} of run {run} is marked as incomplete, and {printable(str(file))} removed"
+        )
+    else:
+        typer.echo(
+            f"rollout {rollout} of run {run} was retired: nothing to mark; {printable(str(file))} removed"
+        )
+
+
+@spill.command()
+def discard(
+    file: DamagedFile,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove a damaged file, after which its rollout can be frozen as if no call was lost."""
+    from tokencustody.store.spill import is_damaged
+
+    try:
+        damaged = is_damaged(file)
+    except OSError:
+        damaged = True
+    if not damaged:
+        raise typer.BadParameter(
+            f"{printable(str(file))} is not a damaged mark: `tokencustody spill replay` brings it in"
+        )
+    if not yes:
+        typer.confirm("Was no call of its rollout lost? The rollout may then be trained on", abort=True)
+    _remove(file)
+    typer.echo(f"{printable(str(file))} removed")
+
+
+def _remove(file: Path) -> None:
+    from tokencustody.sql.folders import sync_folder
+
+    try:
+        file.unlink()
+        sync_folder(file.parent)
+    except OSError as exc:
+        typer.echo(f"error: {printable(str(file))} cannot be removed: {exc.strerror}; remove it", err=True)
+        raise typer.Exit(1) from None
+
+
 def _root(folder: Path | None) -> Path:
-    from tokencustody.store.spill import spill_root
+    from tokencustody.store.spill_files import spill_root
 
     if folder is not None and not folder.is_dir():
         raise typer.BadParameter(f"{folder} is no folder", param_hint="--spill")

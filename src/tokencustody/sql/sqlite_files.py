@@ -49,7 +49,7 @@ class _Log(NamedTuple):
     """The log of a file and the log's index, None for what is not there, and the connections that have them open."""
 
     log: File | None
-    index: File | None
+    log_index: File | None
     connections: WeakSet[OpenedConnection]
 
 

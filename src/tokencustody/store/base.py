@@ -7,15 +7,16 @@ import socket
 from datetime import UTC, datetime
 from typing import Self, TypedDict
 
-from tokencustody.errors import EntryTooLargeError, InvalidRecordError, StoreUnavailableError
+from tokencustody.errors import EntryTooLargeError, InvalidRecordError
 from tokencustody.sql.coalescing import Coalesce
 from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, Result, Work
-from tokencustody.sql.transactions import Database, Doors
+from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import parse_url
 from tokencustody.store.fence import RolloutKey
 from tokencustody.store.ids import check_call_id, check_rollout_id
 from tokencustody.store.replaying import Replayer, write_after_marks
-from tokencustody.store.spill import Spill, spill_root
+from tokencustody.store.spill import Spill
+from tokencustody.store.spill_files import spill_root
 
 DEFAULT_MAX_ENTRY_BYTES = 256 * 2**20
 # What every database can hold in one value, with room for what stands beside it in the same message.
@@ -105,7 +106,7 @@ class SqlStore(DatabaseClient):
             await self._replayer.stop()
         await self._database.close()
         if self._replayer is not None:
-            self._replayer.report()
+            await self._replayer.report()
 
     def _replay_once(self) -> None:
         """Begin to replay what waits on this host, if this is the first use in this process and loop."""
@@ -115,33 +116,14 @@ class SqlStore(DatabaseClient):
     async def _write_after_marks(self, key: RolloutKey, work: Work[Result]) -> Result:
         """Run `work` in one transaction, after the rollout's marks that wait on this host.
 
-        It must not overtake them: each was acknowledged.
+        It must not overtake them: each was acknowledged. Raises StoreUnavailableError where one is damaged.
         """
-        with self._database.doors() as doors:
-            return await self._write_after_marks_through(doors, key, work)
-
-    async def _write_after_marks_through(self, doors: Doors, key: RolloutKey, work: Work[Result]) -> Result:
         self._replay_once()
-        if self._replayer is None or not await self._must_wait_for_marks(doors, self._replayer.spill, key):
-            return await doors.write(work, rollout=key)
-        # It settles those that are left when `work` is refused, as by a fence.
-        self._replayer.start()
-        give_up = self._database.end_of_patience()
-        return await write_after_marks(doors, self._replayer.spill, key, work, give_up)
-
-    async def _must_wait_for_marks(self, doors: Doors, spill: Spill, key: RolloutKey) -> bool:
-        try:
-            if spill.is_empty():
-                return False
-            # Only then is it known which marks, spilled under other addresses, are for this database.
-            await doors.reached()
-            return bool(spill.waiting(key))
-        except PermissionError as exc:
-            raise StoreUnavailableError(
-                f"marks of rollout {key.rollout_id} of run {key.run} may wait in {spill.folder} and must come first, "
-                f"but this user may not look: {exc.strerror}; let the user of that folder replay them, or open the "
-                "store with another folder (the option spill), or with none"
-            ) from exc
+        with self._database.doors() as doors:
+            if self._replayer is None:
+                return await doors.write(work, rollout=key)
+            give_up = self._database.end_of_patience()
+            return await write_after_marks(doors, self._replayer, key, work, give_up)
 
     async def __aenter__(self) -> Self:
         return self

@@ -36,6 +36,7 @@ from tokencustody.store.putting import Put, read_base, read_base_on
 from tokencustody.store.reading import call_txn, chain_txn
 from tokencustody.store.sequences import KnownSequence, KnownSequences
 from tokencustody.store.spill import Mark
+from tokencustody.store.spill_files import in_file_thread
 
 LOGGER = logging.getLogger(__name__)
 
@@ -170,9 +171,10 @@ class SqlTokenSink(SqlStore):
         if not isinstance(model_call_id, str) or model_call_id:
             check_call_id(model_call_id)
         mark = Mark(key, model_call_id, Stamp.make(now(), self.written_by))
+        self._replay_once()
         with self._database.doors() as doors:
             try:
-                await self._write_after_marks_through(doors, key, mark.store_txn)
+                await doors.write(mark.store_txn, rollout=key)
             except (AccessDeniedError, TokenCaptureRetiredError):
                 raise  # nothing that is replayed later would be let in
             except Exception as exc:
@@ -184,9 +186,12 @@ class SqlTokenSink(SqlStore):
             raise cause
         # What a driver says besides may quote its statement.
         said = str(cause) if is_ours(cause) else type(cause).__name__
+        spill = self._replayer.spill
         try:
-            path = await asyncio.to_thread(self._replayer.spill.keep, mark)
-        except OSError as exc:
+            give_up = self._database.end_of_patience()
+            path = await in_file_thread(lambda: spill.keep(mark), give_up)
+        except OSError as error:
+            exc = error if str(error) else f"{spill.folder} does not answer"
             LOGGER.error("%s is lost: %s; and it cannot be kept on this host: %s", mark, said, exc)
             raise StoreUnavailableError(
                 f"{said}; and {mark} cannot be kept on this host: {exc}; mend that, or name another folder "

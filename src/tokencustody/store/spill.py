@@ -15,8 +15,11 @@ another name of its host; but not if the process that wrote the file had never r
 
 Who replays a mark first claims its file by a lock that ends with its process, and removes it when the transaction that
 holds the mark has committed. Its event id makes it a no-op there when it was stored before. So any number of processes
-may replay a folder at once, and die while they do. A file that is not what was written is renamed to `….corrupt`, and
-does not hinder the others.
+may replay a folder at once, and die while they do. A file that is not what was written is renamed to `….corrupt`. Its
+name still tells its rollout, which is neither frozen nor let go on this host until a person has decided about the file;
+it does not hinder the others.
+
+Functions of this module wait for the disk, so they run in threads.
 """
 
 from __future__ import annotations
@@ -28,8 +31,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +39,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from tokencustody.errors import InvalidRecordError, TokenCaptureRetiredError
+from tokencustody.errors import TokenCaptureRetiredError
 from tokencustody.sql import registry
 from tokencustody.sql.folders import make_folder, sync_folder
 from tokencustody.sql.tables import FailureKind, VersionEvent
@@ -51,15 +53,15 @@ from tokencustody.store.fence import (
     refuse_if_retired,
 )
 from tokencustody.store.ids import check_call_id, check_rollout_id
+from tokencustody.store.spill_files import LARGEST_FILE, check_folder, files_in, open_regular, read_file
 
 LOGGER = logging.getLogger(__name__)
-
-SPILL_VARIABLE = "TOKENCUSTODY_SPILL"
 
 # The number is the format of the file: what a later format is called, this library leaves alone.
 _SUFFIX = ".mark1"
 _CORRUPT = ".corrupt"
-_LARGEST_FILE = 64 * 2**10
+_DAMAGED = _SUFFIX + _CORRUPT
+_NAME = re.compile(r"(\d{8}T\d{6}\.\d{6})Z-([0-9a-f]{16})-([0-9A-Za-z]+)\.mark1(?:\.corrupt)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,21 @@ class SpilledFile:
     mark: Mark | None
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A file that nobody else can claim until this is closed. `mark` is None when it is not what was written."""
+
+    path: Path
+    mark: Mark | None
+    descriptor: int
+
+    def close(self) -> None:
+        """Let others claim the file, if it is still there."""
+        # A process that was forked meanwhile would go on holding it.
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        os.close(self.descriptor)
+
+
 class Spill:
     """The marks of one database that wait in a folder of this host."""
 
@@ -122,10 +139,11 @@ class Spill:
         self.folder = root / _short_hash(self.address, 32)
 
     def keep(self, mark: Mark) -> Path:
-        """Write a mark; return its file once that survives a power cut. Raises OSError."""
+        """Write a mark; return its file once that survives a power cut. Raises OSError, also for an unsafe folder."""
         path = self.folder / _name(mark)
         temporary = path.with_suffix(".tmp")
         make_folder(self.folder)
+        self._check_folders()
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
@@ -142,71 +160,102 @@ class Spill:
         return path
 
     def is_empty(self) -> bool:
-        """Return whether nothing waits, for whatever database. Raises OSError, as `waiting`."""
-        return not _files(self.folder, "", _SUFFIX) and not any(
-            _files_of_others(folder, "") for folder in self._other_folders()
+        """Return whether nothing waits and nothing is damaged, for whatever database. Raises OSError, as `waiting`."""
+        self._check_folders()
+        kinds = (_SUFFIX, _DAMAGED)
+        return not files_in(self.folder, "", kinds) and not any(
+            _files_of_others(folder, "", kinds) for folder in self._other_folders()
         )
 
     def waiting(self, key: RolloutKey | None = None) -> list[Path]:
         """Return the files of the marks that wait, of one rollout or of all, in the order of the marks.
 
         Those that were spilled under another address are among them once this process has reached the database. Raises
-        OSError when this user may not look into the folder of the database's address.
+        OSError when this user may not look into the folder of the database's address, or may not trust it.
         """
+        return self._files(key, _SUFFIX)
+
+    def damaged(self, key: RolloutKey) -> list[Path]:
+        """Return the files that were marks of this rollout, and are not what was written. Raises as `waiting`."""
+        return self._files(key, _DAMAGED)
+
+    def _files(self, key: RolloutKey | None, suffix: str) -> list[Path]:
+        self._check_folders()
         infix = f"-{_rollout_hash(key)}-" if key else ""
-        found = _files(self.folder, infix, _SUFFIX)
+        found = files_in(self.folder, infix, suffix)
         identity = registry.identity_of(self._url)
         if identity is not None:
             found += [
                 path
                 for folder in self._other_folders()
-                for path in _files_of_others(folder, infix)
-                if _identity(path) == identity
+                for path in _files_of_others(folder, infix, suffix)
+                if _may_be_of(path, identity, damaged=key is not None)
             ]
         return sorted(found, key=lambda path: path.name)
 
     def _other_folders(self) -> list[Path]:
         return [folder for folder in _folders(self._root) if folder != self.folder]
 
+    def _check_folders(self) -> None:
+        for folder in (self._root, self.folder):
+            check_folder(folder)
+
     def files(self) -> list[SpilledFile]:
         """Return the marks that wait and those that were kept aside."""
-        return _spilled_files([*self.waiting(), *_files(self.folder, "", _SUFFIX + _CORRUPT)])
+        return _spilled_files([*self.waiting(), *files_in(self.folder, "", _DAMAGED)])
 
-    def claim(self, path: Path, claims: ExitStack) -> Mark | None:
-        """Return the mark of a file, which nobody else can claim until `claims` is closed.
+    def claim(self, path: Path) -> Claim | None:
+        """Claim a file, or return None when it is gone. What is damaged is kept aside.
 
-        None when it is gone, or when it was corrupt and is kept aside now. Raises BlockingIOError when somebody else
-        has claimed it, another OSError when it cannot be read.
+        Raises BlockingIOError when somebody else has claimed it, another OSError when it cannot be read.
         """
         try:
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = open_regular(path, os.O_RDWR)
         except FileNotFoundError:
             return None
-        claims.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A process that was forked meanwhile would go on holding it.
-        claims.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
-        if not os.fstat(descriptor).st_nlink:  # removed before it was claimed
-            return None
-        address = self.address if path.parent == self.folder else None
-        mark = _parsed(path.name, os.read(descriptor, _LARGEST_FILE), address)
-        if mark is None:
-            self._set_aside(path)
-        return mark
-
-    def _set_aside(self, path: Path) -> None:
         try:
-            kept = path.rename(path.with_name(path.name + _CORRUPT))
-        except FileNotFoundError:  # another process was faster
-            return
-        except OSError:
-            kept = path
-        LOGGER.error(
-            "a mark for %s that waited on this host is corrupt, so a rollout that is incomplete may not be marked; the "
-            "file is %s",
-            self.address,
-            kept,
-        )
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(descriptor).st_nlink:  # removed before it was claimed
+                os.close(descriptor)
+                return None
+            data = os.read(descriptor, LARGEST_FILE)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        mark = _parsed(path.name, data, self.address if path.parent == self.folder else None)
+        return Claim(path if mark else self._set_aside(path), mark, descriptor)
+
+    def mark_of(self, path: Path, key: RolloutKey, by: str) -> Mark | None:
+        """Return the mark for a rollout that a damaged file must have been; None when its name is of another one."""
+        named = _NAME.fullmatch(path.name)
+        if named is None or named[2] != _rollout_hash(key):
+            return None
+        at = datetime.strptime(named[1], "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
+        return Mark(key, "", Stamp(at, by, named[3]))
+
+    def _set_aside(self, path: Path) -> Path:
+        kept = path
+        # Another address's is found again by whoever uses that, and is theirs to report.
+        if path.parent == self.folder:
+            with contextlib.suppress(OSError):  # as when another process was faster
+                kept = path.rename(path.with_name(path.name + _CORRUPT))
+            LOGGER.error(
+                "a mark for %s that waited on this host is damaged, and its rollout is neither frozen nor let go here "
+                "until somebody decides with `tokencustody spill mark` or `tokencustody spill discard`; the file is %s",
+                self.address,
+                kept,
+            )
+        return kept
+
+    def finish(self, claims: Sequence[Claim]) -> None:
+        """Remove the files of marks that are in the database, for good, and let go of them."""
+        try:
+            for claim in claims:
+                self.remove(claim.path)
+            self.sync(claim.path for claim in claims)
+        finally:
+            for claim in claims:
+                claim.close()
 
     def remove(self, path: Path) -> None:
         """Remove the file of a mark that was claimed and is in the database."""
@@ -222,48 +271,26 @@ class Spill:
                 sync_folder(folder)
 
 
-def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder that the option `spill` names, or None when it turns spilling off.
-
-    The empty string stands for the default: TOKENCUSTODY_SPILL, where that is set and empty none, else
-    `tokencustody/spill` in the XDG state folder; none for a user without a home. Raises InvalidRecordError for no path.
-    """
-    if spill is None:
-        return None
-    named = os.fspath(spill) or os.environ.get(SPILL_VARIABLE)
-    if named == "":
-        return None
-    if named is not None and "\0" in named:
-        raise InvalidRecordError("spill must be a path, which has no NUL")
-    try:
-        if named is not None:
-            return Path(named).expanduser().absolute()
-        state = os.environ.get("XDG_STATE_HOME", "")
-        base = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
-    except RuntimeError:
-        return None
-    return base / "tokencustody" / "spill"
-
-
 def spilled_files(root: Path) -> list[SpilledFile]:
     """Return every mark that waits or was kept aside below `root`, whatever its database, in the order of the marks.
 
     Raises OSError when this user may not look everywhere.
     """
-    paths = [
-        path
-        for suffix in (_SUFFIX, _SUFFIX + _CORRUPT)
-        for folder in _files(root, "", "")
-        for path in _files(folder, "", suffix)
-    ]
+    folders = files_in(root, "", "")
+    paths = [path for folder in folders for path in files_in(folder, "", (_SUFFIX, _DAMAGED))]
     return _spilled_files(sorted(paths, key=lambda path: path.name))
+
+
+def is_damaged(path: Path) -> bool:
+    """Return whether a file has the name of a mark, and not its content. Raises OSError."""
+    return _NAME.fullmatch(path.name) is not None and _parsed(path.name, read_file(path), None) is None
 
 
 def _spilled_files(paths: Iterable[Path]) -> list[SpilledFile]:
     found = []
     for path in paths:
         try:
-            data = _read(path)
+            data = read_file(path)
         except FileNotFoundError:  # replayed meanwhile
             continue
         except OSError:
@@ -287,13 +314,18 @@ def _short_hash(text: str, length: int) -> str:
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:length]
 
 
-def _identity(path: Path) -> str | None:
+def _may_be_of(path: Path, identity: str, *, damaged: bool) -> bool:
+    """Return whether a mark is of the database of that identity; `damaged` is for one that does not tell."""
     try:
-        fields = json.loads(_read(path))
-        identity = fields["identity"] if isinstance(fields, dict) else None
-    except (OSError, ValueError, KeyError, RecursionError):
-        return None
-    return identity if isinstance(identity, str) else None
+        data = read_file(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return damaged
+    if _parsed(path.name, data, None) is None:
+        return damaged
+    found: str | None = json.loads(data)["identity"]
+    return found == identity
 
 
 def _content(mark: Mark, address: str, identity: str | None) -> bytes:
@@ -335,31 +367,17 @@ def _parsed(name: str, data: bytes, address: str | None) -> Mark | None:
     return mark if written and mark.stamp.at.tzinfo is not None else None
 
 
-def _files(folder: Path, infix: str, suffix: str) -> list[Path]:
-    try:
-        with os.scandir(folder) as found:
-            names = [each.name for each in found if infix in each.name and each.name.endswith(suffix)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [folder / name for name in sorted(names)]
-
-
 def _folders(root: Path) -> list[Path]:
     try:
-        return _files(root, "", "")
+        return files_in(root, "", "")
     except OSError as exc:
         LOGGER.warning("marks of other databases may wait in %s, which cannot be read: %s", root, exc)
         return []
 
 
-def _files_of_others(folder: Path, infix: str) -> list[Path]:
+def _files_of_others(folder: Path, infix: str, suffixes: str | tuple[str, ...]) -> list[Path]:
     try:
-        return _files(folder, infix, _SUFFIX)
+        return files_in(folder, infix, suffixes)
     except OSError as exc:
         LOGGER.warning("marks of another address may wait in %s, which cannot be read: %s", folder, exc)
         return []
-
-
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_LARGEST_FILE)

@@ -32,7 +32,8 @@ from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import DatabaseUrl, parse_url
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey, find_fence_txn, of_rollout
-from tokencustody.store.spill import Spill, spill_root
+from tokencustody.store.spill import Spill
+from tokencustody.store.spill_files import spill_root
 
 # Seconds that the transaction of one rollout may take.
 _LONGEST_TRANSACTION = 3600.0
