@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import DBAPIError
 
 from tests.audit.gym_folders import (
     found,
@@ -20,8 +22,12 @@ from tests.audit.gym_folders import (
 )
 from tests.audit.rich import rows
 from tests.support.rollouts import linear_rollout
+from tests.support.staged import stage
 from tokencustody.audit.gym_import import FindingKind, Outcome
 from tokencustody.audit.gym_import import files as gym_files
+from tokencustody.audit.gym_import.walking import Walk
+from tokencustody.errors import InvalidRecordError
+from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES
 
 ENTRIES = [turn.entry for turn in linear_rollout(3)]
 LINES = [line_of(entry) for entry in ENTRIES]
@@ -187,6 +193,24 @@ STATES = (
     '{"version": true}',
     '{"entry_digests": []}',
     '{"frozen": true, "snapshot_id": "s", "version": 9223372036854775807}',
+    '{"version": ' + "1" * 5000 + "}",
+    # Snapshot ids that no database, or no person, should have to hold.
+    *(
+        json.dumps({"frozen": True, "retired": retired, "snapshot_id": snapshot_id})
+        for snapshot_id in (
+            7,
+            ["s"],
+            "a\0b",
+            "a\ud800b",
+            "a b",
+            "a\nb",
+            "\x1b[31m",
+            "../s",
+            "\u00e9",
+            "s" * 256,
+        )
+        for retired in (False, True)
+    ),
 )
 
 
@@ -352,6 +376,113 @@ async def test_a_rollout_of_which_only_the_lock_is_left_was_deleted(store_url: s
     (folder / "deleted.tokens.jsonl").unlink()
     report = await import_folder(store_url, folder)
     assert (report.rollouts, report.strangers) == ([], [])
+
+
+async def test_a_line_of_any_length_takes_little_memory(
+    sqlite_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gym_files.LONGEST_LINE == DEFAULT_MAX_ENTRY_BYTES
+    monkeypatch.setattr(gym_files, "LONGEST_LINE", 4 * 2**20)
+    write_rollout(folder, [LINES[0]], intents=["call-0"], marks=["lost"])
+    for name in ("tokens.jsonl", "tokens.intents", "tokens.incomplete"):
+        with (folder / f"rollout.{name}").open("ab") as stream:
+            stream.truncate(stream.tell() + 2**27)  # a hole, which takes no room on the disk
+            stream.seek(0, os.SEEK_END)
+            stream.write(b"\n" + (LINES[1] if name == "tokens.jsonl" else b"call-1") + b"\n")
+    tracemalloc.start()
+    try:
+        imported = await import_one(sqlite_url, folder)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 32 * 2**20
+    assert found(imported) == [("lost", "jsonl", 2, None), ("lost", "intents", None, None)]
+    assert (imported.calls, imported.incomplete) == (2, True)
+
+
+@pytest.mark.parametrize("end", [b"\n", b""], ids=["ended", "torn"])
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+@pytest.mark.parametrize("longest", [10, 2**20, 2**20 + 1, 3 * 2**20])
+def test_lines_up_to_a_length_are_read_and_longer_ones_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longest: int, spare: int, end: bytes
+) -> None:
+    monkeypatch.setattr(gym_files, "LONGEST_LINE", longest)
+    length = longest - 1 + spare
+    (tmp_path / "file").write_bytes(b"first\n" + b"x" * length + b"\n\n" + b"y" * length + end)
+    read = list(gym_files.lines(tmp_path / "file"))
+    fits = spare <= 0
+    assert [line.text for line in read] == [
+        b"first",
+        b"x" * length if fits else None,
+        b"",
+        b"y" * length if fits else None,
+    ]
+    assert [line.offset for line in read] == [0, 6, 7 + length, 8 + length]
+    assert [line.is_ended for line in read] == [True, True, True, end == b"\n" or not fits]
+
+
+async def test_a_folder_goes_on_after_a_rollout_that_cannot_be_imported(
+    store_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = {
+        "b-driver": DBAPIError("INSERT", [], ValueError("token 98765432")),
+        "c-number": OverflowError("token 98765432"),
+        "d-value": InvalidRecordError("a value that cannot be stored"),
+    }
+    for name in ("a", *refusals, "z"):
+        write_rollout(folder, [line_of(entry, rollout_id=name) for entry in ENTRIES], rollout_id=name)
+    walk = Walk.run_txn
+
+    def refused(self: Walk, connection: Any) -> Any:
+        result = walk(self, connection)
+        if self._writes and (refusal := refusals.get(self._key.rollout_id)) is not None:
+            raise refusal
+        return result
+
+    monkeypatch.setattr(Walk, "run_txn", refused)
+    report = await import_folder(store_url, folder)
+    assert {each.rollout_id: each.outcome for each in report.rollouts} == {
+        "a": Outcome.IMPORTED,
+        **dict.fromkeys(refusals, Outcome.FAILED),
+        "z": Outcome.IMPORTED,
+    }
+    assert not report.is_clean
+    said = [finding.reason for each in report.rollouts for finding in each.findings]
+    assert len(said) == 3
+    assert all(reason.startswith("nothing of it was imported") for reason in said)
+    assert "98765432" not in "".join(said)
+    monkeypatch.setattr(Walk, "run_txn", walk)
+    again = await import_folder(store_url, folder)
+    assert [each.outcome for each in again.rollouts] == [
+        Outcome.ALREADY_THERE,
+        *[Outcome.IMPORTED] * 3,
+        Outcome.ALREADY_THERE,
+    ]
+
+
+LEDGER_VALUES = [
+    *(("context_len", value) for value in (2**63, 2**70, -1, 1.5, "1", None, True, [1], float("nan"))),
+    *(("staging_chain", value) for value in ("r/a", {"r/a": 1}, 5, None, ["a\0b"], [1])),
+]
+
+
+async def test_a_ledger_value_that_no_column_holds_is_told_and_the_other_rollouts_are_imported(
+    store_url: str, folder: Path
+) -> None:
+    row = stage("a").record.model_dump(mode="json", exclude={"capture_key"})
+    row |= {"staging_digest": row["digest"], "digest": row["cumulative_hash"], "context_digest": ""}
+    row |= {"context_len": 1, "staging_chain": ["r/a"], "fingerprint": ""}
+    for number, (name, value) in enumerate(LEDGER_VALUES):
+        line = json.dumps(row | {name: value}).encode() + b"\n"
+        write_rollout(folder, [], rollout_id=f"rollout-{number:02}", ledger=line)
+    write_rollout(folder, [], rollout_id="sound", ledger=json.dumps(row).encode() + b"\n")
+    *bad, sound = (await import_folder(store_url, folder)).rollouts
+    assert (sound.outcome, sound.ledger_rows, sound.findings) == (Outcome.IMPORTED, 1, [])
+    assert len(bad) == len(LEDGER_VALUES)
+    for imported, (name, _) in zip(bad, LEDGER_VALUES, strict=True):
+        assert [finding.kind for finding in imported.findings] == [FindingKind.LOST]
+        assert name in imported.findings[0].reason
+        assert imported.incomplete
 
 
 async def test_no_longer_line_is_read_than_a_store_accepts(

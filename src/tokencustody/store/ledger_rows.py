@@ -184,6 +184,14 @@ def _call_row(record: Mapping[str, Any], staging_chain: Iterable[str], made: Con
             check_text(value, f"record.{name}")
         elif isinstance(value, int) and value > _MAX_COLUMN_INT:
             raise InvalidRecordError(f"record.{name}: {value} does not lie between 0 and 2^63-1")
+    for name, number in (
+        ("continuation_context_len", made.context_len),
+        ("fingerprint_version", made.version),
+    ):
+        if type(number) is not int or not 0 <= number <= _MAX_COLUMN_INT:
+            raise InvalidRecordError(f"{name} is no integer between 0 and 2^63-1")
+    if not isinstance(staging_chain, list | tuple):
+        raise InvalidRecordError(f"staging_chain must be a list, not {type(staging_chain).__name__}")
     chain = [check_text(key, f"staging_chain[{index}]") for index, key in enumerate(staging_chain)]
     claimed = record.get("fingerprint_version") or 0
     row |= {

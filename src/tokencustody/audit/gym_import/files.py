@@ -26,6 +26,7 @@ from typing import Any
 from tokencustody.audit.gym_import.report import Finding, FindingKind
 from tokencustody.audit.reading import RolloutNotFoundError
 from tokencustody.errors import InvalidRecordError, StoreUnavailableError
+from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES
 from tokencustody.store.ids import check_rollout_id
 
 _TOKENS, _STATE, _INTENTS, _MARKS, _LOCK, _LEDGER = (
@@ -37,10 +38,13 @@ _TOKENS, _STATE, _INTENTS, _MARKS, _LOCK, _LEDGER = (
     ".lineage.jsonl",
 )
 _SUFFIXES = (_TOKENS, _STATE, _INTENTS, _MARKS, _LOCK, _LEDGER)
-# Longer than the line of any call that a store accepts; nothing longer is read into memory.
-LONGEST_LINE = 2**30
+# JSON takes more room than the packed bytes of which a store accepts so many; nothing longer is read into memory.
+LONGEST_LINE = DEFAULT_MAX_ENTRY_BYTES
+# Of call ids, and pieces in which a line is measured.
+_LONGEST_NAME = 4096
+_PIECE = 2**20
 _PATIENCE = 10.0
-_LONGEST_STATE = 2**28
+_LONGEST_STATE = 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +112,10 @@ class RolloutFiles:
             _field(found, "version", int, 0),
             _field(found, "entry_digests", dict, {}),
         )
-        if (state.frozen or state.retired) and not state.snapshot_id:
-            raise ValueError("it is frozen without a snapshot_id")
+        if state.frozen or state.retired:
+            if not state.snapshot_id:
+                raise ValueError("it is frozen without a snapshot_id")
+            check_rollout_id(state.snapshot_id, "snapshot_id")
         if not 0 <= state.version < 2**62:
             raise ValueError(f"version {state.version} is none")
         return state
@@ -179,22 +185,33 @@ def scan(folder: Path, wanted: Callable[[str], bool]) -> tuple[list[RolloutFiles
     )
 
 
-def lines(path: Path | None) -> Iterator[Line]:
-    """Yield the lines of a file, one in memory at a time. Raises UnreadableFileError."""
+def lines(path: Path | None, longest: int | None = None) -> Iterator[Line]:
+    """Yield the lines of a file, one in memory at a time, and that only up to a length. Raises UnreadableFileError."""
     if path is None:
         return
+    longest = LONGEST_LINE if longest is None else longest
     with _reading(path), path.open("rb") as file:
         number = offset = 0
-        while text := file.readline(LONGEST_LINE):
+        while piece := file.readline(min(longest, _PIECE)):
             number += 1
-            is_ended = text.endswith(b"\n")
-            if not is_ended and len(text) == LONGEST_LINE:
-                while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-                    pass
+            length, is_ended = len(piece), piece.endswith(b"\n")
+            # Measured before it is read, so that a line of any length takes no more memory than a piece.
+            while not is_ended and (more := file.readline(_PIECE)):
+                length, is_ended = length + len(more), more.endswith(b"\n")
+            if length - is_ended >= longest:
                 yield Line(number, offset, None, is_ended=True)
             else:
-                yield Line(number, offset, text.removesuffix(b"\n"), is_ended)
+                if length > len(piece):
+                    file.seek(offset)
+                    piece = file.read(length)
+                yield Line(number, offset, piece.removesuffix(b"\n"), is_ended)
             offset = file.tell()
+
+
+def names(path: Path | None) -> Iterator[tuple[int, str]]:
+    """Yield the number and the name of each line, NUL for one that is longer than any. Raises UnreadableFileError."""
+    for line in lines(path, _LONGEST_NAME):
+        yield line.number, (b"\0" if line.text is None else line.text).decode(errors="surrogateescape")
 
 
 def text_at(path: Path, offset: int) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from sqlalchemy import Connection, select
+from sqlalchemy.exc import DBAPIError
 
 from tokencustody.audit.asked import reach
 from tokencustody.audit.gym_import.files import RolloutFiles, UnreadableFileError, scan
@@ -20,7 +21,7 @@ from tokencustody.audit.gym_import.report import (
 from tokencustody.audit.gym_import.walking import RefusedError, Walk
 from tokencustody.audit.reading import RolloutNotFoundError
 from tokencustody.audit.watching import Watch, unwatched
-from tokencustody.errors import CorruptEntryError
+from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.sql import migrate
 from tokencustody.sql.tables import fences
 from tokencustody.store.base import SqlStore, now
@@ -105,8 +106,15 @@ class GymImporter(SqlStore):
                 return await self._write_after_marks(key, lambda connection: walk(connection, writes=True))
         except RefusedError as exc:
             return exc.found
-        except (UnreadableFileError, CorruptEntryError) as exc:
+        except (UnreadableFileError, CorruptEntryError, InvalidRecordError) as exc:
             return _failed(files.rollout_id, f"nothing of it was imported: {exc}")
+        except (DBAPIError, ArithmeticError) as exc:
+            # Not what the driver says of it: that may quote a value.
+            what = type(exc.orig if isinstance(exc, DBAPIError) else exc).__name__
+            return _failed(
+                files.rollout_id,
+                f"nothing of it was imported, for the database refuses a value of it: {what}",
+            )
 
 
 def _failed(rollout_id: str, reason: str) -> ImportedRollout:

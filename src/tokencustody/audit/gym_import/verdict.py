@@ -10,7 +10,15 @@ from sqlalchemy import Connection, insert
 
 from tokencustody.audit.gym_import.files import State
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, intents
-from tokencustody.store.fence import Fence, RolloutKey, Stamp, advance_txn, fail_txn, lock_fence_txn
+from tokencustody.store.fence import (
+    Fence,
+    RolloutKey,
+    Stamp,
+    advance_txn,
+    fail_txn,
+    happened_txn,
+    lock_fence_txn,
+)
 from tokencustody.store.ledger import add_row_txn
 from tokencustody.store.seal import LateRows, seal_txn
 
@@ -23,12 +31,14 @@ class Verdict:
         self._stamp = stamp
         self._events = 0
 
-    def lock_txn(self, connection: Connection) -> None:
-        """Lock the fence, opened if need be. Everything else comes after."""
+    def lock_txn(self, connection: Connection) -> bool:
+        """Lock the fence, and return whether this import opened it. Everything else comes after."""
         self._fence = lock_fence_txn(connection, self._key, self._stamp, exclusive=True)
         self._late: LateRows | None = None
         if self._fence.state is FenceState.FROZEN:
             self._late = LateRows(connection, self._key, self._fence, self._next_stamp())
+        opening = replace(self._stamp, event_id=self._stamp.opening_id)
+        return happened_txn(connection, self._key, opening)
 
     def record_txn(self, connection: Connection, rows: Sequence[tuple[Any, dict[str, Any]]]) -> None:
         """Add rows to the ledger, of which it has none. Behind a freeze they make a version."""

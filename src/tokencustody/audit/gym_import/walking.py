@@ -7,14 +7,13 @@ that were read last, and the rows of one batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, insert
 
-from tokencustody.audit.gym_import.files import Line, RolloutFiles, State, lines, text_at
+from tokencustody.audit.gym_import.files import Line, RolloutFiles, State, lines, names, text_at
 from tokencustody.audit.gym_import.held import Held
 from tokencustody.audit.gym_import.records import (
     UnreadableLineError,
@@ -90,18 +89,18 @@ class Walk:
         None stands for a database without tables. Raises RefusedError where the transaction must be undone,
         UnreadableFileError, CorruptEntryError.
         """
+        is_new = False
+        if connection is not None and self._writes:
+            # Before anything is read: what another import of the folder did while this one waited is already there.
+            is_new = self._verdict.lock_txn(connection)
         if connection is not None:
             self._held = Held.read_txn(connection, self._key)
-        is_new = self._held.fence is None
-        if connection is not None and self._writes:
-            self._verdict.lock_txn(connection)
-            # Again, for nobody else writes from now on.
-            self._held = Held.read_txn(connection, self._key)
+        is_new = is_new or self._held.fence is None
         self._conflicting = {call for call, _ in self._held.conflicts}
         state = self._state()
         if state is not None:
             self._found.state = "retired" if state.retired else "frozen" if state.frozen else "open"
-        self._settle(connection, state, None if is_new else self._held.fence)
+        self._settle(connection, state, None if is_new and self._is_untouched() else self._held.fence)
         if self._found.has(_CONFLICT):
             self._found.outcome = Outcome.CONFLICT
             self._found.added = 0
@@ -138,7 +137,7 @@ class Walk:
         try:
             return self._files.read_state()
         except (ValueError, RecursionError) as exc:
-            reason = "it is no JSON" if type(exc) is not ValueError else str(exc)
+            reason = str(exc) if type(exc) in (ValueError, InvalidRecordError) else "it is no JSON"
             self._lose(
                 self._files.state,
                 None,
@@ -303,7 +302,7 @@ class Walk:
 
     def _walk_intents(self) -> None:
         known = set(self._held.intents)
-        for number, call in _names(self._files.intents):
+        for number, call in names(self._files.intents):
             if not call or call in known:
                 continue
             known.add(call)
@@ -322,7 +321,7 @@ class Walk:
 
     def _marks(self, state: State | None, *, same_snapshot: bool) -> list[str]:
         """Return the calls for which the rollout is to be marked, of which some may be marked already."""
-        named = [call if is_call_id(call) else "" for _, call in _names(self._files.marks)]
+        named = [call if is_call_id(call) else "" for _, call in names(self._files.marks)]
         # What the database holds is not lost because a file was damaged since.
         damaged = [] if same_snapshot else [call for call in self._lost if call not in self._held.calls]
         if state is not None and state.incomplete and not (named or self._evidence or damaged):
@@ -410,6 +409,10 @@ class Walk:
             version = state.version + self._found.has(_LOST)
             self._verdict.freeze_txn(connection, state, version, incomplete=incomplete)
 
+    def _is_untouched(self) -> bool:
+        """Return whether nothing happened to the rollout yet; after a commit whose answer was lost, something did."""
+        return self._held.fence is None or self._held.fence.version == 0
+
     def _is_open(self) -> bool:
         return self._held.fence is None or self._held.fence.state is FenceState.OPEN
 
@@ -430,8 +433,3 @@ class Walk:
         self, path: Path | None, reason: str, line: Line | None = None, call: str | None = None
     ) -> None:
         self._find(_CONFLICT, path, line, call, f"{reason}, which stays as it is")
-
-
-def _names(path: Path | None) -> Iterator[tuple[int, str]]:
-    for line in lines(path):
-        yield line.number, (b"\0" if line.text is None else line.text).decode(errors="surrogateescape")
