@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from campaigns.servers import PostgresCluster, PostgresStandby
+from campaigns.servers import USER, PostgresCluster, PostgresStandby
 from tests.support.entries import make_entry
 from tokencustody import CaptureStore, open_store
 from tokencustody.errors import DurabilityError, StoreUnavailableError, TokenCaptureFrozenError
+from tokencustody.sql.standby import synchronous_standbys
+from tokencustody.sql.url import parse_url
 
 DEADLINE = 30.0
 
@@ -144,3 +146,17 @@ async def test_commits_that_do_not_wait_for_the_named_standby_are_refused(
     async with open_store(url) as store:
         with pytest.raises(DurabilityError, match=f"synchronous_commit={setting}.* on or remote_apply"):
             await store.sink.put(make_entry())
+
+
+def test_a_check_says_whether_commits_wait_for_a_standby(
+    primary: PostgresCluster, standby: PostgresStandby
+) -> None:
+    url = parse_url(primary.url_of("captures"))
+    primary.fetch("CREATE ROLE unprivileged LOGIN PASSWORD 'x'")
+    assert "may lose acknowledged calls" in str(synchronous_standbys(url))
+    wait_for_standbys(primary, standby)
+    assert str(synchronous_standbys(url)).endswith("synchronous_standby_names is '*', 1 connected")
+    standby.disconnect()
+    assert str(synchronous_standbys(url)).endswith("none connected, so no write is acknowledged")
+    theirs = primary.url_of("captures").replace(f"{USER}:{primary.password}", "unprivileged:x")
+    assert str(synchronous_standbys(parse_url(theirs))).endswith("synchronous_standby_names is '*'")

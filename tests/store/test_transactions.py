@@ -441,6 +441,30 @@ def test_the_statement_and_its_parameters_stay_out_of_the_error() -> None:
     assert not {"INSERT", "token ids", "s3cret"} & set(said.split())
 
 
+@pytest.mark.parametrize(
+    ("error", "is_of_a_pooler"),
+    [
+        (asyncpg.InvalidSQLStatementNameError('prepared statement "x" does not exist'), True),
+        (asyncpg.DuplicatePreparedStatementError('prepared statement "x" already exists'), True),
+        (asyncpg.InvalidCursorNameError('portal "x" does not exist'), True),
+        (
+            asyncpg.ProtocolViolationError(
+                'bind message supplies 2 parameters, but prepared statement "x" requires 3'
+            ),
+            True,
+        ),
+        (asyncpg.ProtocolViolationError("query_wait_timeout"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_pooler_does_to_prepared_statements_is_told_with_the_remedy(
+    error: asyncpg.PostgresError, is_of_a_pooler: bool
+) -> None:
+    assert classify(error) is not None
+    said = str(faults_module.unavailable(parse_url("postgresql://h/d"), error))
+    assert ("statement_cache_size=0" in said) is is_of_a_pooler
+
+
 async def test_stores_of_one_loop_on_one_url_share_one_engine_that_closes_with_the_last(
     store_url: str,
 ) -> None:

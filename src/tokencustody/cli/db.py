@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -80,13 +81,19 @@ def current(url: Url, as_json: Json = False) -> None:
 
 @db.command()
 def check(url: Url, as_json: Json = False) -> None:
-    """Compare a database with this library, without changing it. Exit code 1 if anything differs."""
-    from tokencustody.sql import migrate
+    """Compare a database with this library, without changing it. Exit code 1 if anything differs.
+
+    Of PostgreSQL it also says whether commits wait for a synchronous standby.
+    """
+    from tokencustody.sql import migrate, standby
+    from tokencustody.sql.url import parse_url
 
     problems = migrate.check(url)
+    standbys = standby.synchronous_standbys(parse_url(url))
     shown = _shown(url)
     if as_json:
-        typer.echo(json.dumps({"url": shown, "head": migrate.HEAD, "ok": not problems, "problems": problems}))
+        found = {"url": shown, "head": migrate.HEAD, "ok": not problems, "problems": problems}
+        typer.echo(json.dumps(found | {"synchronous_standbys": standbys and dataclasses.asdict(standbys)}))
     elif problems:
         typer.echo(
             "\n".join([f"{shown} differs from this library:", *(f"  {problem}" for problem in problems)])
@@ -95,6 +102,8 @@ def check(url: Url, as_json: Json = False) -> None:
             typer.echo(f"`tokencustody db upgrade --url {shown}` mends this")
     else:
         typer.echo(f"{shown}: at {migrate.HEAD}, tables and wire schemas equal")
+    if standbys is not None and not as_json:
+        typer.echo(f"{shown}: {standbys}")
     if problems:
         raise typer.Exit(1)
 

@@ -20,6 +20,7 @@ _REMEDIES: dict[object, str] = {
     "22P05": _ENCODING,
     "26000": _POOLER,
     "28000": "name a user that the server has and its pg_hba.conf lets in",
+    "34000": _POOLER,
     "28P01": "give the password in PGPASSWORD or a .pgpass file that only you may read",
     "3D000": "name a database that the server has, or make it with `createdb`",
     "42P05": _POOLER,
@@ -42,6 +43,8 @@ def remedy(url: DatabaseUrl, cause: BaseException) -> str:
     """Return what to do about a failure, with a semicolon before it, or nothing."""
     code = getattr(cause, "sqlstate", None) or getattr(cause, "sqlite_errorcode", 0) & 0xFF
     known = _REMEDIES.get(code, "") or _of_system(url, cause)
+    if code == "08P01" and "prepared statement" in str(cause):
+        known = _POOLER  # another client's has the name; what else has this code has nothing to do with it
     return known and f"; {known}"
 
 
