@@ -12,6 +12,7 @@ from collections.abc import Awaitable
 from tokencustody.sql.engine import EngineKey, Engines
 from tokencustody.sql.postgresql import PostgresqlEngines
 from tokencustody.sql.sqlite import SqliteEngines
+from tokencustody.sql.sqlite_files import log_size
 from tokencustody.sql.stats import none_counted
 from tokencustody.sql.url import DatabaseUrl
 
@@ -108,6 +109,8 @@ def stats_of(url: DatabaseUrl) -> dict[str, int]:
                 if key.url == url:
                     counted.update(engines.stats)
                     counted.update(engines.count_waiting())
+    if url.is_sqlite:
+        counted["log_bytes"] = log_size(url)
     return dict(counted)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +30,11 @@ from tokencustody.sql.url import DatabaseUrl
 
 # Longer waits are retried, so that a cancelled write leaves within this many seconds.
 LONGEST_BUSY_WAIT = 1.0
+# A log that a long read, or many that overlap, let grow beyond this many bytes is made small again.
+LARGEST_LOG = 16 * 2**20
+# How often that is tried, in seconds, and for how many milliseconds it may hold up writers each time.
+_SHRINKING_PAUSE = 1.0
+_SHRINKING_PATIENCE = 50
 
 
 class SqliteEngines(Engines):
@@ -38,14 +45,18 @@ class SqliteEngines(Engines):
         self._url = key.url
         self._archive = archive_stamp(key.url) if key.read_only else None
         self._opened = opened_file(key.url, self)
+        patience = min(key.deadline, LONGEST_BUSY_WAIT)
         options = {"max_overflow": 0, "pool_timeout": key.deadline}
         self._writer = _Threads(
-            _engine(key.url, key.deadline, begin="BEGIN IMMEDIATE", pool_size=1, **options), 1, self._opened
+            _engine(key.url, patience, begin="BEGIN IMMEDIATE", pool_size=1, **options),
+            1,
+            self._opened,
+            patience,
         )
         self._readers = _Threads(
             _engine(
                 key.url,
-                key.deadline,
+                patience,
                 begin="BEGIN",
                 read_only=key.read_only,
                 pool_size=key.pool_size,
@@ -53,6 +64,7 @@ class SqliteEngines(Engines):
             ),
             key.pool_size,
             self._opened,
+            patience,
         )
 
     @property
@@ -96,8 +108,9 @@ class _Threads:
     A fork waits for the transactions that are running.
     """
 
-    def __init__(self, engine: Engine, size: int, opened: OpenedFile) -> None:
+    def __init__(self, engine: Engine, size: int, opened: OpenedFile, patience: float) -> None:
         self._engine = engine
+        self._patience = patience
         self._opened = opened
         self._executor = ThreadPoolExecutor(size, thread_name_prefix="tokencustody")
         self._size = size
@@ -105,6 +118,7 @@ class _Threads:
         # Lists, because they grow and shrink in one step whatever threads do.
         self._busy: list[None] = []
         self._idle: list[Connection] = []
+        self._shrinking_from = 0.0
         with _forking:
             _all_threads.add(self)
 
@@ -147,9 +161,32 @@ class _Threads:
                         raise gone from exc
                     raise
                 self._idle.append(connection)
+                if before_commit is not None and self._opened.log_size > LARGEST_LOG:
+                    self._shrink_soon()
                 return result
             finally:
                 self._busy.pop()
+
+    def _shrink_soon(self) -> None:
+        # After this transaction was answered, and before the next one.
+        if time.monotonic() >= self._shrinking_from:
+            self._shrinking_from = time.monotonic() + _SHRINKING_PAUSE
+            with contextlib.suppress(RuntimeError):  # it is being closed, which makes the log small
+                self._executor.submit(self._shrink)
+
+    def _shrink(self) -> None:
+        # SQLite moves the log into the file by itself, but begins it anew only when nobody reads from it just then.
+        with self._turns, contextlib.suppress(DBAPIError, sqlite3.Error, IndexError):
+            connection = self._idle.pop()
+            try:
+                driver: Any = connection.connection.dbapi_connection
+                driver.execute(f"PRAGMA busy_timeout = {_SHRINKING_PATIENCE}").close()
+                driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
+                driver.execute(f"PRAGMA busy_timeout = {round(self._patience * 1000)}").close()
+            except BaseException:
+                connection.close()
+                raise
+            self._idle.append(connection)
 
     def _connection(self) -> Connection:
         try:
@@ -326,8 +363,8 @@ def create_file(url: DatabaseUrl) -> None:
         os.close(created)
 
 
-def _engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: Any) -> Engine:
-    engine = file_engine(url, min(deadline, LONGEST_BUSY_WAIT), begin=begin, **options)
+def _engine(url: DatabaseUrl, patience: float, *, begin: str, **options: Any) -> Engine:
+    engine = file_engine(url, patience, begin=begin, **options)
     writes = begin != "BEGIN"
 
     @event.listens_for(engine, "connect")
@@ -343,6 +380,7 @@ def _engine(url: DatabaseUrl, deadline: float, *, begin: str, **options: Any) ->
                         f"{url.display} cannot use a write-ahead log (its journal mode is {mode}): custody needs a "
                         "local file system"
                     )
+                cursor.execute(f"PRAGMA journal_size_limit = {LARGEST_LOG}")
             else:
                 cursor.execute("PRAGMA query_only = ON")
             cursor.close()

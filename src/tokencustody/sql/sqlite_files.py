@@ -66,6 +66,7 @@ class OpenedFile:
     def __init__(self, url: DatabaseUrl) -> None:
         self._url = url
         self.file: File | None = None
+        self.log_size = 0
         self.users: WeakSet[object] = WeakSet()
 
     def look(self) -> File | None:
@@ -96,8 +97,9 @@ class OpenedFile:
         """Return the error for what is no longer at the path, or None."""
         if self.file is None or _file(self._url.dsn) != self.file:
             return gone(self._url)
-        real = os.path.realpath(self._url.dsn)
-        found = _Log(_file(f"{real}-wal"), _file(f"{real}-shm"), WeakSet())
+        log_status = _status(_log_path(self._url))
+        self.log_size = 0 if log_status is None else log_status.st_size
+        found = _Log(_identity(log_status), _file(f"{os.path.realpath(self._url.dsn)}-shm"), WeakSet())
         with _lock:
             log = _logs.get(self.file)
             if log is None or not log.connections:
@@ -132,9 +134,29 @@ def gone(url: DatabaseUrl, what: str = "file") -> StoreUnavailableError:
     )
 
 
-def _file(path: str) -> File | None:
+def log_size(url: DatabaseUrl) -> int:
+    """Return how many bytes the log of a SQLite file has, 0 where there is none or nobody may look."""
     try:
-        status = os.stat(path)  # noqa: PTH116 - asked at every commit
+        status = _status(_log_path(url))
+    except OSError:
+        return 0
+    return 0 if status is None else status.st_size
+
+
+def _log_path(url: DatabaseUrl) -> str:
+    return f"{os.path.realpath(url.dsn)}-wal"
+
+
+def _file(path: str) -> File | None:
+    return _identity(_status(path))
+
+
+def _identity(status: os.stat_result | None) -> File | None:
+    return None if status is None else (status.st_dev, status.st_ino)
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)  # noqa: PTH116 - asked at every commit
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return status.st_dev, status.st_ino

@@ -43,6 +43,7 @@ STATS = (
     Stat("replayed_marks", Kind.COUNTER, "Marks brought from this host into the database."),
     Stat("queue_depth", Kind.GAUGE, "Calls that wait for a transaction."),
     Stat("queued_bytes", Kind.GAUGE, "Bytes of the calls that wait for a transaction or are being written."),
+    Stat("log_bytes", Kind.GAUGE, "Bytes of the write-ahead log beside a SQLite file."),
 )
 
 
