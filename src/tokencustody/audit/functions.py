@@ -11,6 +11,7 @@ import json
 import math
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,24 @@ _STAGED = "rollout_id, model_call_id, payload, payload_sha256"
 
 _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 # Those that tell of what they are given, and set nothing.
-_TELLING = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
+_TELLING = {
+    "table_info",
+    "table_xinfo",
+    "table_list",
+    "index_list",
+    "index_info",
+    "foreign_key_list",
+    "function_list",
+}
+# They hand out addresses and take them, load programs, and reach files, wherever a build has them.
+_DENIED = {"fts3_tokenizer", "load_extension", "readfile", "writefile", "fsdir", "edit", "zipfile"}
+# What reads as a table and is none; SQLite makes each at its first use, which would be denied.
+_TABLE_FUNCTIONS = (
+    "json_each('[]')",
+    "json_tree('[]')",
+    "generate_series(1, 1)",
+    *(f"pragma_{name}" for name in sorted(_TELLING)),
+)
 
 
 class AuditFunctions:
@@ -136,12 +154,17 @@ def connect(url: DatabaseUrl) -> tuple[sqlite3.Connection, AuditFunctions]:
     functions = AuditFunctions(connection)
     # Loading an extension is off unless it is turned on.
     connection.execute(f"CREATE TEMP VIEW audit_integrity AS {views_0004.integrity('sha256({})')}")
+    for function in _TABLE_FUNCTIONS:
+        with suppress(sqlite3.OperationalError):  # a SQLite without it
+            connection.execute(f"SELECT * FROM {function} LIMIT 0").close()  # noqa: S608 - of the names above
     connection.execute("PRAGMA query_only = ON")
     connection.set_authorizer(_authorize)
     return connection, functions
 
 
-def _authorize(action: int, name: str | None, *_: str | None) -> int:
+def _authorize(action: int, name: str | None, function: str | None, *_: str | None) -> int:
+    if action == sqlite3.SQLITE_FUNCTION and str(function).lower() in _DENIED:
+        return sqlite3.SQLITE_DENY
     if action in _READING or (action == sqlite3.SQLITE_PRAGMA and name in _TELLING):
         return sqlite3.SQLITE_OK
     return sqlite3.SQLITE_DENY

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
@@ -33,6 +33,36 @@ _STEPS = 10_000
 _QUESTIONS = ("SELECT", "WITH", "VALUES", "TABLE", "EXPLAIN", "SHOW")
 
 
+_SQLITE_NAMES = """
+SELECT name FROM sqlite_master WHERE type IN ('table', 'view') UNION SELECT name FROM sqlite_temp_master
+UNION SELECT c.name FROM sqlite_master AS m JOIN pragma_table_info(m.name) AS c WHERE m.type IN ('table', 'view')
+UNION SELECT name FROM pragma_function_list WHERE name GLOB '[a-z]*'"""
+_POSTGRESQL_NAMES = """
+SELECT c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v')
+UNION SELECT a.attname FROM pg_attribute AS a JOIN pg_class AS c ON c.oid = a.attrelid
+JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v') AND a.attnum > 0 AND NOT a.attisdropped
+UNION SELECT p.proname FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
+WHERE n.nspname = current_schema() AND p.prokind <> 'p'"""
+# What a person may be allowed that reaches beyond the transaction, and the question which of it is.
+_TOO_MUCH = (
+    "is a superuser",
+    "may write files on the server",
+    "may read files on the server",
+    "may run programs on the server",
+    "may end sessions of others",
+    "may call functions that run with the rights of others or connect elsewhere",
+)
+_MAY_DO = """
+SELECT u.rolsuper, pg_has_role('pg_write_server_files', 'USAGE'), pg_has_role('pg_read_server_files', 'USAGE'),
+    pg_has_role('pg_execute_server_program', 'USAGE'), pg_has_role('pg_signal_backend', 'USAGE'),
+    EXISTS (SELECT 1 FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
+        WHERE (p.prosecdef OR p.proname LIKE 'dblink%') AND n.nspname NOT IN ('pg_catalog', 'information_schema')
+            AND has_schema_privilege(n.oid, 'USAGE') AND has_function_privilege(p.oid, 'EXECUTE'))
+FROM pg_roles AS u WHERE u.rolname = current_user"""
+
+
 class QueryError(ValueError):
     """A statement is wrong or would not only read. The message is the database's own, or says so."""
 
@@ -53,6 +83,12 @@ class Queries(Protocol):
         Raises QueryError, KeyboardInterrupt when SIGINT cancelled it, and StoreUnavailableError.
         """
 
+    def names(self) -> set[str]:
+        """Return the names of tables, views, columns and functions, as far as they can be read."""
+
+    def warning(self) -> str | None:
+        """Return why a statement could do more than read after all, if the database lets this user do too much."""
+
     def close(self) -> None:
         """Let go of the database."""
 
@@ -67,7 +103,7 @@ class SqliteQueries:
     """Queries of a SQLite file, with the functions of `audit.functions`."""
 
     listing = "SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view') ORDER BY type DESC, name"
-    describing = "PRAGMA table_info({})"
+    describing = "SELECT name AS column_name, type FROM pragma_table_info({}) ORDER BY cid"
 
     def __init__(self, url: DatabaseUrl) -> None:
         self._connection, self._functions = functions.connect(url)
@@ -101,6 +137,16 @@ class SqliteQueries:
                 raise QueryError(f"{exc}{': only reading is allowed here' if refused else ''}") from None
         if interrupts:  # between the last row and here
             raise KeyboardInterrupt
+
+    def names(self) -> set[str]:
+        """Return the names of what there is, as `Queries` says."""
+        with suppress(sqlite3.Error):
+            return {name for (name,) in self._connection.execute(_SQLITE_NAMES)}
+        return set()
+
+    def warning(self) -> str | None:
+        """Return None: what is denied here, SQLite denies to everybody."""
+        return None
 
     def close(self) -> None:
         """Close the file."""
@@ -176,6 +222,25 @@ class PostgresqlQueries:
         finally:
             # After a Ctrl-C this waits until the server has been told to stop.
             await connection.close(timeout=DEFAULT_DEADLINE)
+
+    def names(self) -> set[str]:
+        """Return the names of what there is, as `Queries` says."""
+        return {name for (name,) in self._answer(_POSTGRESQL_NAMES)}
+
+    def warning(self) -> str | None:
+        """Return what this user may do that a read-only transaction does not hold."""
+        allowed = [what for what, may in zip(_TOO_MUCH, *self._answer(_MAY_DO), strict=True) if may]
+        if not allowed:
+            return None
+        return (
+            f"this user {', '.join(allowed)}, so a function that is called here may do more than read; ask as an "
+            "auditor: `tokencustody db grant --role auditor USER`"
+        )
+
+    def _answer(self, question: str) -> list[Sequence[Any]]:
+        answer: list[Sequence[Any]] = []
+        self.run(question, lambda _, rows: answer.extend(rows))
+        return answer
 
     def close(self) -> None:
         """Nothing is kept open."""

@@ -288,9 +288,8 @@ class Database:
             return write.statement(items)
 
         # A distributed database takes a transaction of plain statements on one rollout.
-        plain = self._coalesce is Coalesce.ROLLOUT or not isinstance(engines, PostgresqlEngines)
         try:
-            if plain:
+            if self._coalesce is Coalesce.ROLLOUT or not isinstance(engines, PostgresqlEngines):
                 return await self.retrying(engines, engines.write_in_lane, transaction, give_up)
             rows = await self.retrying(engines, engines.write_statement, statement, give_up)
         except HeldError:
