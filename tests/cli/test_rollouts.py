@@ -179,7 +179,7 @@ class TestRollouts:
         assert {name: tuple(rollout[key] for key in told) for name, rollout in found.items()} == {
             "open": ("open", 0, False, 1, 4, 3, None),
             "clean": ("frozen", 1, False, 1, 4, 3, None),
-            "bad": ("frozen", 7, True, 1, 4, 3, None),
+            "bad": ("frozen", 6, True, 1, 4, 3, None),
             "consumed": ("retired", 2, False, 0, 0, 0, "drop"),
             "abandoned": ("retired", 2, True, 0, 0, 0, "retire"),
             "dangled": ("retired", 2, True, 0, 0, 0, "drop"),
@@ -191,7 +191,6 @@ class TestRollouts:
         assert {name: rollout["reasons"] for name, rollout in found.items() if rollout["reasons"]} == {
             "bad": [
                 reason("conflict", "call-1", "model"),
-                reason("refusal_conflict", "call-5", "code"),
                 reason("mark", "call-3", times=2),
                 reason("mark", ""),
                 reason("dangling_intent", "call-9"),
@@ -220,7 +219,7 @@ class TestRollouts:
         rows = {line.split()[1]: line for line in cli("rollouts").splitlines()[1:-1]}
         assert (
             "yes: 3 marks: call-3 2 times, (unnamed); conflict on call-1 (differing: model); "
-            "refusal conflict on call-5 (differing: code); 1 dangling intent: call-9"
+            "1 dangling intent: call-9"
         ) in rows["bad"]
         assert "no: 1 call not yet captured: call-2" in rows["open"]
         assert "yes: 1 mark: call-1" in rows["abandoned"]
@@ -391,12 +390,11 @@ class TestShow:
         assert re.search(r"call-1 · root · .* · conflict \(differing: model\)", out)
         assert re.search(r"refused by the engine\n│   └── call-5 · .* · refused: too_long at", out)
         assert re.search(r"announced, neither stored nor refused\n    └── call-9 · announced ", out)
-        history = [line.split() for line in out.splitlines()[-8:]]
-        assert [line[0] for line in history] == list("01234567")
+        history = [line.split() for line in out.splitlines()[-7:]]
+        assert [line[0] for line in history] == list("0123456")
         assert [line[1] for line in history] == [
             "open",
             "conflict",
-            "refusal",
             "refusal",
             "mark",
             "mark",
@@ -559,7 +557,7 @@ class TestBoth:
                 await database.close()
 
         asyncio.run(run())
-        assert listed(printed[0])["bad"]["version"] == json.loads(printed[1])["summary"]["version"] == 7
+        assert listed(printed[0])["bad"]["version"] == json.loads(printed[1])["summary"]["version"] == 6
         assert listed(cli("rollouts", "--json"))["bad"]["version"] == 99
 
     def test_text_of_the_database_is_shown_and_never_obeyed(self, cli: Cli, store_url: str) -> None:
