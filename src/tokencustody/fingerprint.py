@@ -1,7 +1,10 @@
 """The two conversation hashes (fingerprint version 2) that find a call's parent among its rollout's calls.
 
-Both read message lists in the Chat, Responses and Anthropic dialects and hash the same turn to the same value
-in each. A hashed field is one tag byte, the UTF-8 length as 64 bits big-endian, and the UTF-8 bytes.
+Both read message lists in the Chat, Responses and Anthropic dialects. What a model wrote as text and tool calls has one
+fingerprint in each; the digest also knows which items there are, so it is that of one dialect. What else a client may
+change, what these hashes leave out, and what they take for a change that is none, is listed in docs/lineage.md.
+
+A hashed field is one tag byte, the UTF-8 length as 64 bits big-endian, and the UTF-8 bytes.
 """
 
 from __future__ import annotations

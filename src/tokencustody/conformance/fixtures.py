@@ -14,6 +14,17 @@ from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, Staged
 
 Items = list[dict[str, Any]]
 
+# Answers of which nothing is hashed.
+EMPTY_ANSWERS: dict[str, Items] = {
+    "nothing": [],
+    "an empty text": [{"role": "assistant", "content": ""}],
+    "no content": [{"role": "assistant", "content": None, "reasoning_content": "Hm."}],
+    "empty parts": [
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": ""}]}
+    ],
+    "thinking": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}],
+}
+
 
 def record(rollout_id: str, call: str = "call-1", **fields: Any) -> TokenEntry:
     """Return a small record; its tokens follow from `call`, `fields` replace the defaults."""

@@ -46,6 +46,10 @@ class SqlLineageResolver(SqlStore):
     async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
         """Return whether the request is a root, continues one proven call, or cannot be resolved and why.
 
+        Why: `no_match`; `ambiguous`, for several calls that differ, or one beside a call that conflicts;
+        `unhashed_items`, for items that the hashes of the only call leave out. `request_items` are best those that
+        `tokencustody.request_items` makes of the request's body. The rules are in docs/lineage.md.
+
         Raises InvalidRecordError for items that cannot be hashed, LineageError for a parent whose tokens do not have
         its recorded digest, CorruptEntryError for one whose stored bytes are not those that were written.
         """

@@ -222,7 +222,7 @@ class FrozenLedgerHasNoParents(MemoryLedger):
         return NO_PARENT if rollout.state == "frozen" else super().resolve_rows(rollout, request_items)
 
 
-@fails("ledger_no_match")
+@fails("ledger_no_match", "ledger_empty_answer")
 class LedgerContextIsNotCompared(MemoryLedger):
     def resolve_rows(self, rollout: Rollout, request_items: list[dict[str, Any]]) -> LineageResolution:
         self.asked = before_the_answer(request_items)
@@ -230,6 +230,16 @@ class LedgerContextIsNotCompared(MemoryLedger):
 
     def context(self, commit: CaptureLedgerCommit) -> tuple[int, str]:
         return len(self.asked), conversation_digest(self.asked)
+
+
+@fails("ledger_empty_answer")
+class EmptyRowIsFollowedByItsRequest(MemoryLedger):
+    def resolve_rows(self, rollout: Rollout, request_items: list[dict[str, Any]]) -> LineageResolution:
+        resolution = super().resolve_rows(rollout, request_items)
+        for commit in rollout.calls.values():
+            if resolution == NO_PARENT and commit.request_items == request_items:
+                return LineageResolution(ParentResolutionStatus.RESOLVED, self.match(commit))
+        return resolution
 
 
 @fails("ledger_unversioned_rows")

@@ -9,7 +9,8 @@ from typing import Any
 from tests.conformance.broken.registry import fails
 from tests.conformance.memory import NO_PARENT, Memory
 from tokencustody.errors import LineageError
-from tokencustody.fingerprint import conversation_digest
+from tokencustody.fingerprint import conversation_digest, prefix_digests
+from tokencustody.fingerprint_v3 import is_input, prefix_digests_v3
 from tokencustody.lineage import RolloutLineage, resolved
 from tokencustody.protocols import LineageResolution, RolloutRemovalPayload
 from tokencustody.records import ParentResolutionStatus, cumulative_tokens
@@ -17,7 +18,7 @@ from tokencustody.records import ParentResolutionStatus, cumulative_tokens
 
 def before_the_answer(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the items before the last one that a model wrote."""
-    answers = [number for number, item in enumerate(items) if "assistant" in str(item)]
+    answers = [number for number, item in enumerate(items) if not is_input(item)]
     return items[: answers[-1]] if answers else []
 
 
@@ -58,7 +59,7 @@ class OnlyAnEmptyRolloutHasRoots(Memory):
         return NO_PARENT if is_root and self.rollout(rollout_id).entries else resolution
 
 
-@fails("lineage_no_match")
+@fails("lineage_no_match", "lineage_edited_item", "lineage_empty_answer")
 class ContextIsNotCompared(Memory):
     async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
         self.asked = before_the_answer(request_items)
@@ -66,11 +67,12 @@ class ContextIsNotCompared(Memory):
 
     def lineage(self, rollout_id: str) -> RolloutLineage:
         lineage = super().lineage(rollout_id)
-        anything = {
-            "continuation_context_len": len(self.asked),
-            "continuation_context_digest": conversation_digest(self.asked),
-        }
-        lineage.entries = {call: entry.model_copy(update=anything) for call, entry in lineage.entries.items()}
+        length = len(self.asked)
+        for call_id, entry in lineage.entries.items():
+            digests = prefix_digests_v3 if entry.fingerprint_version == 3 else prefix_digests
+            digest = digests(self.asked, {length})[length]
+            anything = {"continuation_context_len": length, "continuation_context_digest": digest}
+            lineage.entries[call_id] = entry.model_copy(update=anything)
         return lineage
 
 
@@ -79,6 +81,7 @@ class ContextIsNotCompared(Memory):
     "lineage_conflicting_call",
     "lineage_retired_rollout",
     "lineage_fingerprint_version",
+    "lineage_empty_answer",
     "namespace_lineage",
 )
 class ParentsOfOtherRollouts(Memory):
@@ -90,10 +93,37 @@ class ParentsOfOtherRollouts(Memory):
         return NO_PARENT
 
 
-@fails("lineage_conflicting_call")
+@fails("lineage_conflicting_call", "lineage_conflicting_twin")
 class ConflictingCallStaysACandidate(Memory):
     def lineage(self, rollout_id: str) -> RolloutLineage:
         return RolloutLineage(dict(self.rollout(rollout_id).entries))
+
+
+@fails("lineage_conflicting_twin")
+class ConflictingCallIsForgotten(Memory):
+    def lineage(self, rollout_id: str) -> RolloutLineage:
+        lineage = super().lineage(rollout_id)
+        lineage.entries = {c: e for c, e in lineage.entries.items() if c not in lineage.conflicting}
+        return lineage
+
+
+@fails("lineage_empty_answer")
+class EmptyAnswerIsFollowedByItsRequest(Memory):
+    async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
+        resolution = await super().resolve(rollout_id, request_items)
+        for entry in self.rollout(rollout_id).entries.values():
+            same = conversation_digest(request_items) == entry.continuation_context_digest
+            if resolution == NO_PARENT and same:
+                return resolved(entry.model_call_id, entry.digest or "", tuple(cumulative_tokens(entry)))
+        return resolution
+
+
+@fails("lineage_odd_arguments")
+class LongIntegersAreRefused(Memory):
+    async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
+        if str(2**70) in str(request_items):
+            raise ValueError("Integer exceeds 64-bit range")
+        return await super().resolve(rollout_id, request_items)
 
 
 @fails("lineage_malformed_request")
@@ -116,14 +146,14 @@ class RetiredCallsStayCandidates(Memory):
         return vars(self.backend).get("kept", {}).get(rollout_id) or super().lineage(rollout_id)
 
 
-@fails("lineage_ambiguous_twins")
+@fails("lineage_ambiguous_twins", "lineage_conflicting_twin")
 class FirstTwinWins(Memory):
     async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> LineageResolution:
         resolution = await super().resolve(rollout_id, request_items)
         if resolution.reason != "ambiguous":
             return resolution
         first = min(self.rollout(rollout_id).entries.values(), key=lambda entry: entry.model_call_id)
-        return resolved(first, tuple(cumulative_tokens(first)))
+        return resolved(first.model_call_id, first.digest or "", tuple(cumulative_tokens(first)))
 
 
 @fails("lineage_equal_twins")

@@ -33,7 +33,9 @@ class RepeatOnlyFromTheSameClient(Memory):
         self.mine.add(call)
 
 
-@fails("conflicting_reput", "concurrent_conflicting_put", "lineage_conflicting_call")
+@fails(
+    "conflicting_reput", "concurrent_conflicting_put", "lineage_conflicting_call", "lineage_conflicting_twin"
+)
 class LastWriteWins(Memory):
     def conflict(self, rollout: Rollout, entry: TokenEntry) -> None:
         rollout.entries[entry.model_call_id] = self.stored(entry)

@@ -8,9 +8,9 @@ from typing import Any
 from tokencustody.conformance.case import Case
 from tokencustody.conformance.cases.lineage import expect_parent, expect_root, expect_unresolved
 from tokencustody.conformance.expect import expect
-from tokencustody.conformance.fixtures import StagedTurn, message, opening, staged_turn, turn
+from tokencustody.conformance.fixtures import EMPTY_ANSWERS, StagedTurn, message, opening, staged_turn, turn
 from tokencustody.conformance.registry import check
-from tokencustody.fingerprint import FINGERPRINT_VERSION
+from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
 from tokencustody.lineage import AMBIGUOUS, NO_MATCH
 from tokencustody.records import ParentResolutionStatus, cumulative_tokens
 
@@ -128,6 +128,23 @@ async def ledger_ambiguous_twins(case: Case) -> None:
         await case.ledger().record(recorded.commit)
     found = await case.ledger().resolve(rollout, twins[0].following())
     expect_unresolved(found, AMBIGUOUS, "a request with two possible parents")
+
+
+@check("ledger")
+async def ledger_empty_answer(case: Case) -> None:
+    """A row whose answer is empty is no parent of its own request, nor of one that goes on without the answer."""
+    for what, answer in EMPTY_ANSWERS.items():
+        rollout = case.rollout()
+        again = staged_turn(rollout).following()
+        commit = staged_turn(rollout, "call-2", "").commit
+        row = commit.record.model_copy(
+            update={"continuation_fingerprint": assistant_fingerprint([*again, *answer])}
+        )
+        update = {"request_items": again, "response_items": [*answer], "record": row}
+        await case.ledger().record(commit.model_copy(update=update))
+        for items in (again, [*again, message("user", "Go on.")]):
+            found = await case.ledger().resolve(rollout, items)
+            expect_unresolved(found, NO_MATCH, f"a request after an answer of {what} that it does not hold")
 
 
 @check("ledger")
