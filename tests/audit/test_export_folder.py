@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.audit.exports import put_linear
 from tests.audit.test_export_resume import stopping_at
+from tokencustody import open_store
 from tokencustody.audit import ExportOptions, export
+from tokencustody.audit.gym_import import GymImporter
+from tokencustody.errors import InvalidRecordError
 
 OLD_NAMES = {"_manifest.json": "manifest.json", "_progress.jsonl": "progress.jsonl"}
 
@@ -48,6 +53,10 @@ async def test_pyarrow_reads_the_lines_of_calls_as_they_are(store_url: str, tmp_
     assert lines["rollout_id"].to_pylist() == ["rollout-000"] * 3 + ["rollout-001"] * 3
 
 
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
 def rename_to_old(out: Path) -> None:
     for path in list(out.iterdir()):
         path.rename(out / OLD_NAMES.get(path.name, path.name))
@@ -80,3 +89,73 @@ async def test_an_unfinished_folder_of_before_is_gone_on_with(store_url: str, tm
         "part-00000.parquet",
         "part-00001.parquet",
     }
+
+
+ADDRESSES = [
+    "s3://bucket/run-42",
+    "S3://bucket",
+    "gs://bucket/run-42",
+    "hf://datasets/me/run-42",
+    "file:///tmp/run-42",
+    "abfss://container@account/run-42",
+    "postgresql://user:secret@host/captures",
+    "s3:/bucket/run-42",
+    Path("s3://bucket/run-42"),
+]
+
+
+@pytest.mark.parametrize("address", ADDRESSES, ids=str)
+async def test_an_address_is_no_place_for_files_and_none_is_made(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str | Path
+) -> None:
+    await put_linear(store_url, 1)
+    monkeypatch.chdir(tmp_path)
+    before = names_in(tmp_path)
+    scheme = str(address).partition(":")[0]
+    said = rf"^{scheme}://… is an address, and \S+ .* needs a file system.*: name a local path, and copy"
+    with pytest.raises(InvalidRecordError, match=said) as caught:
+        await export(store_url, address)
+    with pytest.raises(InvalidRecordError, match=said):
+        await export(store_url, tmp_path / "out", rewards=address)
+    async with GymImporter(store_url) as importer:
+        with pytest.raises(InvalidRecordError, match=said):
+            await importer.import_folder(Path(address))
+    with pytest.raises(InvalidRecordError, match=said):
+        open_store(store_url, spill=address)
+    assert "secret" not in str(caught.value)
+    assert names_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["a:b", "s3:", "run-42", "a/s3:/b"])
+async def test_names_with_a_colon_that_are_no_address_are_paths(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    await put_linear(sqlite_url, 1)
+    monkeypatch.chdir(tmp_path)
+    assert (await export(sqlite_url, name)).rollouts == 1
+    assert (tmp_path / name / "_manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("export", "s3://bucket/key"),
+        ("export", "out", "--rewards", "s3://bucket/r.csv"),
+        ("import", "s3://bucket/key"),
+    ],
+)
+async def test_a_command_refuses_an_address_in_one_line(
+    sqlite_url: str, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    await put_linear(sqlite_url, 1)
+    ended = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "tokencustody", *arguments, "--url", sqlite_url],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    (line,) = ended.stderr.splitlines()
+    assert "s3://… is an address" in line
+    assert not names_in(tmp_path) & {"s3:", "out"}

@@ -24,9 +24,7 @@ _INTERRUPTED = "what was imported stays; run the command again to go on"
 
 
 def import_(
-    folder: Annotated[
-        Path, typer.Argument(help="The folder of the file store.", exists=True, file_okay=False)
-    ],
+    folder: Annotated[Path, typer.Argument(help="The folder of the file store.")],
     url: Url,
     run: Annotated[str, typer.Option(help="The run that the rollouts become part of.")] = "default",
     rollout: Annotated[
@@ -46,6 +44,10 @@ def import_(
     repeated; what it holds otherwise stays, and is reported. A rollout of which something was lost is masked. Exit code
     1 if anything was lost or conflicting.
     """
+    from tokencustody.sql.folders import local_path
+
+    if not local_path(folder, "an import").is_dir():
+        raise typer.BadParameter(f"Directory {str(folder)!r} does not exist.", param_hint="FOLDER")
     report = interrupts.run(
         _import(url, run, folder, rollout, prefix, dry_run=dry_run),
         notice=_INTERRUPTED,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tokencustody.errors import InvalidRecordError
+from tokencustody.sql.folders import local_path
 
 Result = TypeVar("Result")
 
@@ -36,7 +37,7 @@ def spill_root(spill: str | os.PathLike[str] | None) -> Path | None:
         raise InvalidRecordError("spill must be a path, which has no NUL")
     try:
         if named is not None:
-            return Path(named).expanduser().absolute()
+            return local_path(named, "the folder of spilled marks").expanduser().absolute()
         state = os.environ.get("XDG_STATE_HOME", "")
         base = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
     except RuntimeError:

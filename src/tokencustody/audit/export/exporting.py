@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -42,6 +41,7 @@ from tokencustody.audit.export.rewards import Rewards, read_rewards
 from tokencustody.audit.selection import count, pages
 from tokencustody.errors import CorruptEntryError
 from tokencustody.sql.faults import reach
+from tokencustody.sql.folders import local_path
 from tokencustody.sql.registry import identity_of
 from tokencustody.sql.tables import FenceState
 from tokencustody.sql.transactions import Database
@@ -94,10 +94,10 @@ async def export(
     While there is no rollout to write, no folder is made either, so that the same call may be repeated until there is;
     nor is one left when everything was left out, which the report says (`all_left_out`) and lists.
 
-    Raises RolloutNotFoundError for a run that the database does not have or a prefix with which nothing in it begins;
-    ExportError for a folder that holds something else, another export or one of another database, for rewards that
-    cannot be read, and for files that are not what the manifest lists; StoreUnavailableError when the database cannot
-    be reached for `deadline` seconds.
+    Raises InvalidRecordError for a destination or rewards that are an address, as `s3://…`; RolloutNotFoundError for a
+    run that the database does not have or a prefix with which nothing in it begins; ExportError for a folder that holds
+    something else, another export or one of another database, for rewards that cannot be read, and for files that are
+    not what the manifest lists; StoreUnavailableError when the database cannot be reached for `deadline` seconds.
     """
     if retire and not mark:
         raise ValueError("retire needs the mark, which says where the rollout went")
@@ -106,8 +106,8 @@ async def export(
         require_pyarrow()
     elif rewards is not None:
         raise ValueError(f"rewards are joined to Parquet rows, not to {options.format}")
-    joined = read_rewards(Path(rewards)) if rewards is not None else Rewards()
-    folder = ExportFolder(Path(destination))
+    folder = ExportFolder(local_path(destination, "an export"))
+    joined = read_rewards(local_path(rewards, "a file of rewards")) if rewards is not None else Rewards()
     database = Database(parse_url(url), deadline=deadline, pool_size=1, read_only=True)
     marks = ExportMarks(url, deadline=deadline, pool_size=1, spill=spill)
     try:

@@ -23,6 +23,7 @@ from tokencustody.audit.reading import RolloutNotFoundError
 from tokencustody.audit.watching import Watch, unwatched
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.sql import migrate
+from tokencustody.sql.folders import local_path
 from tokencustody.sql.tables import fences
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.fence import RolloutKey, Stamp, of_rollout
@@ -60,11 +61,12 @@ class GymImporter(SqlStore):
         """Import the rollouts of a folder, of which `rollout_ids` and `prefix` leave out the others.
 
         With `dry_run` it only looks, and says what would be done. `watch` sees the rollouts go by. Raises
-        StoreUnavailableError, also for a folder that cannot be read, SchemaMismatchError, and RolloutNotFoundError for
-        a folder without a file of Gym's store, or without a rollout whose id begins with `prefix`.
+        StoreUnavailableError, also for a folder that cannot be read, InvalidRecordError for an address as `s3://…`,
+        SchemaMismatchError, and RolloutNotFoundError for a folder without a file of Gym's store, or without a rollout
+        whose id begins with `prefix`.
         """
         rollouts, strangers = scan(
-            folder,
+            local_path(folder, "an import"),
             lambda name: name.startswith(prefix) and (rollout_ids is None or name in rollout_ids),
         )
         if prefix and not rollouts and not rollout_ids:
