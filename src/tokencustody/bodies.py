@@ -48,7 +48,7 @@ def _system_text(system: Any) -> Any:
     """Return an Anthropic system prompt as one text: its blocks carry cache marks that come and go."""
     if not isinstance(system, list):
         return system
-    texts = [block.get("text") if isinstance(block, Mapping) else block for block in system]
+    texts: list[Any] = [block.get("text") if isinstance(block, Mapping) else block for block in system]
     return "\n".join(texts) if all(isinstance(text, str) for text in texts) else system
 
 

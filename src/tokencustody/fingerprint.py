@@ -107,23 +107,23 @@ class FieldHasher:
 
     def __init__(self, domain: bytes) -> None:
         self._sha256 = hashlib.sha256(domain)
-        # Hashed together: conversations have thousands of short fields.
-        self._fields: list[bytes] = []
+        # Added and not hashed yet: conversations have thousands of short fields.
+        self.fields: list[bytes] = []
 
     def add(self, tag: int, text: str) -> None:
         """Add a field. Raises UnicodeEncodeError for a lone surrogate."""
         data = text.encode()
-        self._fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
+        self.fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
 
     def add_arguments(self, tag: int, text: str) -> None:
         """Add the arguments of a tool call, which may be any text that a model wrote."""
         data = text.encode("utf-8", "surrogatepass")
-        self._fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
+        self.fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
 
     def hexdigest(self) -> str:
         """Return the hash of the fields so far; more may be added."""
-        self._sha256.update(b"".join(self._fields))
-        self._fields.clear()
+        self._sha256.update(b"".join(self.fields))
+        self.fields.clear()
         return self._sha256.hexdigest()
 
 

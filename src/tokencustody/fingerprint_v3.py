@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tokencustody.fingerprint import (
+    ASSISTANT_DOMAIN,
     FieldHasher,
     add_authored,
     add_whole,
@@ -138,6 +139,35 @@ def assistant_fingerprint_v3(items: Sequence[Mapping[str, Any]]) -> str:
             authored = True
             _add(hasher, index, item, add_authored)
     return hasher.hexdigest() if authored else ""
+
+
+def assistant_fingerprints(items: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the assistant fingerprints of versions 2 and 3, of which most items are hashed alike, in one pass.
+
+    Raises InvalidRecordError as `fingerprint.assistant_fingerprint` does.
+    """
+    hashers = second, third = FieldHasher(ASSISTANT_DOMAIN), FieldHasher(_ASSISTANT_DOMAIN)
+    authored = [False, False]
+    for index, item in enumerate(items):
+        require_object(index, item)
+        if not is_authored(item):
+            continue
+        authored[1] = True
+        if item.get("role") != "assistant" and item.get("type") != "function_call":
+            _add(third, index, item, add_authored)
+            continue
+        authored[0] = True
+        before = len(second.fields)
+        try:
+            add_authored(second, item)
+        except ValueError as exc:
+            raise item_error(index, item, exc) from None
+        if plain(item) is item and not left_out(item):
+            third.fields += second.fields[before:]
+        else:
+            _add(third, index, item, add_authored)
+    found = [hasher.hexdigest() if has else "" for hasher, has in zip(hashers, authored, strict=True)]
+    return found[0], found[1]
 
 
 def prefix_digests_v3(items: Sequence[Mapping[str, Any]], lengths: Collection[int]) -> dict[int, str]:

@@ -22,6 +22,7 @@ from tokencustody.fingerprint import (
 from tokencustody.fingerprint_v3 import (
     FINGERPRINT_VERSION_3,
     assistant_fingerprint_v3,
+    assistant_fingerprints,
     hashes_noise,
     is_authored,
     is_input,
@@ -122,8 +123,7 @@ class Request:
 
     def __init__(self, items: Sequence[dict[str, Any]]) -> None:
         self.items = items
-        self._v2 = assistant_fingerprint(items)
-        self._v3 = assistant_fingerprint_v3(items)
+        self._v2, self._v3 = assistant_fingerprints(items)
 
     @property
     def is_root(self) -> bool:

@@ -14,7 +14,7 @@ from nemo_gym.token_id_capture import fingerprint as peer_fingerprint
 from nemo_gym.token_id_capture import records as peer_records
 
 from tests.support.rollouts import linear_rollout
-from tokencustody import fingerprint, lineage, records
+from tokencustody import fingerprint, fingerprint_v3, lineage, records
 
 # What the peer stumbles over; it refuses with ValueError.
 CRASHES = (TypeError, AttributeError)
@@ -332,3 +332,30 @@ def test_continuation_stamps_equal_the_peers(turns: int, seed: int) -> None:
         )
         stamped = peer.stamp_continuation(entry, turn.request)
         assert stamped.model_dump(mode="json") == turn.entry.model_dump(mode="json")
+
+
+@settings(max_examples=200)
+@given(realistic, realistic)
+def test_a_stamp_is_the_peers_unless_its_version_says_otherwise(
+    request: list[Any], answer: list[Any]
+) -> None:
+    try:
+        made = lineage.continuation_of(request, answer)
+    except ValueError:
+        with pytest.raises((ValueError, *CRASHES)):
+            peer_fingerprint.conversation_digest([*request, *answer])
+        return
+    theirs = (
+        peer_fingerprint.assistant_fingerprint([*request, *answer]),
+        len(request),
+        peer_fingerprint.conversation_digest(request),
+    )
+    ours = (made.fingerprint, made.context_len, made.context_digest)
+    assert made.version in (2, 3)
+    if made.version == 2:
+        assert ours == theirs
+    else:
+        assert made.context_digest != theirs[2]
+        assert made.fingerprint != theirs[0] or made.fingerprint == ""
+    both = fingerprint_v3.assistant_fingerprints([*request, *answer])
+    assert both == (theirs[0], fingerprint_v3.assistant_fingerprint_v3([*request, *answer]))
