@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.audit.exports import put_linear
+from tests.audit.exports import manifest, put_linear
 from tests.audit.test_export_resume import stopping_at
 from tokencustody import open_store
-from tokencustody.audit import ExportOptions, export
+from tokencustody.audit import ExportError, ExportOptions, export
 from tokencustody.audit.gym_import import GymImporter
 from tokencustody.errors import InvalidRecordError
 
@@ -74,6 +75,19 @@ async def test_a_finished_folder_of_before_is_handed_over_under_its_old_name(
     assert (again.already_finished, again.export_id, again.retired) == (True, first.export_id, 2)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert before.keys() == {"manifest.json", "part-00000.parquet"}
+
+
+async def test_a_folder_of_before_whose_rows_were_made_by_other_rules_is_known_and_left_as_it_is(
+    store_url: str, tmp_path: Path
+) -> None:
+    await put_linear(store_url, 2)
+    out = tmp_path / "out"
+    await export(store_url, out, mark=False)
+    (out / "_manifest.json").write_text(json.dumps(manifest(out) | {"manifest_version": 1}))
+    rename_to_old(out)
+    with pytest.raises(ExportError, match=r"holds an export of tokencustody .* made rows by other rules"):
+        await export(store_url, out, retire=True)
+    assert names_in(out) == {"manifest.json", "part-00000.parquet"}
 
 
 async def test_an_unfinished_folder_of_before_is_gone_on_with(store_url: str, tmp_path: Path) -> None:
