@@ -45,6 +45,13 @@ import os, signal, sys
 from tokencustody.audit.backup import back_up
 back_up(sys.argv[1], sys.argv[2], overwrite=True, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
 """
+INTERRUPTED = """
+import os, signal, sys
+from tokencustody.__main__ import main
+from tokencustody.audit import backup
+backup._prove = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+main()
+"""
 WITHOUT_ROOM = """
 import resource, sys
 from tokencustody.audit.backup import back_up
@@ -199,6 +206,13 @@ def test_a_backup_that_is_killed_leaves_the_one_before_it(filled_url: str, tmp_p
     done = subprocess.run([sys.executable, "-c", DYING, filled_url, str(file)], check=False)
     assert done.returncode == -signal.SIGKILL
     assert file.read_bytes() == before
+
+
+def test_a_backup_that_is_interrupted_leaves_nothing(filled_url: str, tmp_path: Path) -> None:
+    arguments = ["backup", str(tmp_path / "backup.db"), "--url", filled_url]
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, *arguments], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (130, b"")
+    assert not list(tmp_path.glob("backup.db*"))
 
 
 def test_a_disk_without_room_is_told_and_leaves_the_backup_before(filled_url: str, tmp_path: Path) -> None:

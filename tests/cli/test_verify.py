@@ -57,7 +57,8 @@ def test_findings_end_with_1_and_stand_in_table_json_and_report(
     change(store_url, "intents", "model_call_id", lambda _: HOSTILE, rollout_id="dangling")
     change(store_url, "fences", "incomplete", lambda _: False, rollout_id="dangling")
     # As one that was frozen before there were seals.
-    change(store_url, "snapshot_versions", "sealed_sha256", lambda _: None, rollout_id="dangling", version=1)
+    for column in ("sealed_sha256", "seal_version"):
+        change(store_url, "snapshot_versions", column, lambda _: None, rollout_id="dangling", version=1)
     report = tmp_path / "report.jsonl"
 
     code, table, err = _run(capsys, monkeypatch, store_url, "--report", str(report), "--run", RUN)
