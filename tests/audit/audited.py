@@ -70,6 +70,12 @@ def fill(url: str) -> None:
             staged = stage(call, rollout=rollout, extras={"k": 1}).snapshot
             assert staging.stage(staged, attachments={"raw": b"\0\1", "note": "text"}).ok
 
+    async def freeze() -> None:
+        async with open_store(url, run=RUN, writer="writer-1") as store:
+            await store.source.freeze("ledger")
+
+    asyncio.run(freeze())
+
 
 def _executing(statement: Executable) -> Callable[[Connection], object]:
     return lambda connection: connection.execute(statement)
@@ -107,7 +113,6 @@ async def _ledger(store: CaptureStore) -> None:
     await store.lineage.record(root)
     await store.lineage.record_failure("ledger", "call-2", "worker_capture_failed")
     await store.lineage.record(make_commit("ledger", "call-3", tokens=[4], parent=root))
-    await store.source.freeze("ledger")
 
 
 def set_parent(url: str, rollout_id: str, parents: dict[str, str | None]) -> None:

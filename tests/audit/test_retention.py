@@ -311,8 +311,8 @@ async def test_a_removal_does_not_overtake_a_mark_that_waits_on_this_host(
 async def test_a_removal_whose_acknowledgement_was_lost_is_told_as_one(
     store: CaptureStore, retention: Retention, store_url: str, faults: dict[str, Any], removes: str
 ) -> None:
-    await put(store, "a")
     await put_staged(store, "a", "call-1")
+    await put(store, "a")
 
     async def lose() -> None:
         faults.clear()

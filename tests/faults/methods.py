@@ -210,6 +210,9 @@ METHODS: dict[str, Method] = {
         after=_is_staged,
         soft=True,
     ),
+    "late stage": Method(
+        _both(_OPEN, _freeze), _stage(), versions=1, answer=True, after=_is_staged, soft=True
+    ),
     "conflicting stage": Method(
         _stage(), _stage(added=[9]), versions=None, answer=False, after=_is_staged, soft=True
     ),

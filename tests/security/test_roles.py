@@ -36,6 +36,7 @@ WORKERS = {
     "late import_rows",
     "stage",
     "stage with attachments",
+    "late stage",
     "conflicting stage",
 }
 TRAINERS = {"mark_incomplete", "freeze", "drop", "retire", "unstage"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,16 +10,20 @@ from typing import Any
 
 import pytest
 
+from tests.audit.audited import ask
 from tests.store.rows import rows_of, run_sql
 from tests.store.test_transactions import Points, connection_lost, failing
 from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
+from tests.support.staged import stage
 from tokencustody import TokenCaptureSnapshot, open_store
 from tokencustody.audit import ExportOptions, RolloutFilter, export
 from tokencustody.audit.retention import Retention, Settled
-from tokencustody.errors import CorruptEntryError, PayloadConflictError
+from tokencustody.errors import CorruptEntryError, PayloadConflictError, StagedCallMissingError
 from tokencustody.sql import tables
+from tokencustody.staging.records import StagedCallRecord
 from tokencustody.store import CaptureStore
+from tokencustody.store.base import now
 from tokencustody.store.seal import Held, seal_of
 
 Write = Callable[[CaptureStore], Awaitable[None]]
@@ -35,6 +40,56 @@ async def record_failure(store: CaptureStore) -> None:
 async def import_rows(store: CaptureStore) -> None:
     failed = {"rollout_id": "rollout-1", "model_call_id": "late", "reason": "worker_capture_failed"}
     await store.lineage.import_rows("rollout-1", [failed])
+
+
+STAGED = stage("late", rollout="rollout-1")
+
+
+@pytest.mark.parametrize("attachments", [None, {"a": b"1"}])
+@pytest.mark.parametrize("coalesce", ["process", "rollout", "off"])
+async def test_a_call_that_is_staged_behind_a_freeze_makes_a_version_and_is_nobodys_leftover_until_it_retires(
+    store_url: str, faults: Points, attachments: dict[str, Any] | None, coalesce: str
+) -> None:
+    async with open_store(store_url, run="run-1", coalesce=coalesce) as store:
+        early = stage("leftover", rollout="rollout-1").snapshot
+
+        def put(record: StagedCallRecord) -> bool:
+            return store.staging.stage(record, attachments=attachments).ok
+
+        assert await asyncio.to_thread(put, early)
+        before = await frozen(store)
+        faults["after commit, before acknowledgement"] = failing(1, connection_lost)
+        for record in (STAGED.snapshot, STAGED.snapshot, early):
+            assert await asyncio.to_thread(put, record)
+        assert (await events(store_url))[-1] == (before.version + 1, "late_stage", "late")
+        assert not await store.source.drop("rollout-1", before.snapshot_id, before.version)
+        after = await store.source.freeze("rollout-1")
+        assert (after.snapshot_id, after.version) == (before.snapshot_id, before.version + 1)
+
+        assert await orphans_of(store, store_url) == ["rollout-1/leftover"]
+        await collect(store_url)
+        assert len(await asyncio.to_thread(store.staging.fetch, ["rollout-1/late"])) == 1
+        assert await store.source.drop("rollout-1", after.snapshot_id, after.version)
+        assert await orphans_of(store, store_url) == ["rollout-1/late"]
+        await collect(store_url)
+        with pytest.raises(StagedCallMissingError):
+            await asyncio.to_thread(store.staging.fetch, ["rollout-1/late"])
+        assert await asyncio.to_thread(put, STAGED.snapshot)  # no fence keeps a worker from staging
+
+
+async def orphans_of(store: CaptureStore, url: str) -> list[str]:
+    """Return the calls of which the store, the view and `gc` agree that nobody will read them."""
+    orphans = await asyncio.to_thread(store.staging.orphans)
+    view = "SELECT rollout_id || '/' || model_call_id AS key FROM audit_staging WHERE is_orphan ORDER BY 1"
+    assert [row["key"] for row in ask(url, view)] == orphans
+    async with Retention(url) as retention:
+        assert await retention.orphans(now(), "run-1") == len(orphans)
+    return orphans
+
+
+async def collect(url: str) -> None:
+    async with Retention(url) as retention:
+        await retention.collect(now(), lambda _: None, "run-1")
 
 
 WRITES = {write.__name__: write for write in (record, record_failure, import_rows)}

@@ -204,8 +204,8 @@ class Retention(SqlStore):
     async def collect(self, before: datetime, settled: Tell, run: str | None = None) -> None:
         """Remove staged calls that nobody will read, staged before then, of one run or of all, with their attachments.
 
-        No ledger row of their run names them, and their rollout is frozen, retired or has no fence. A call stays for
-        as long as one that stays continues it.
+        No ledger row of their run names them, and their rollout is frozen, retired or has no fence. A call that was
+        staged behind a freeze stays until the rollout is retired, and any for as long as one that stays continues it.
         """
         async for key, named in self._with_orphans(before, run):
             await _whole(self._collect(key, before, named), settled)

@@ -9,10 +9,20 @@ from tokencustody.migrations import views_0004
 
 # What of a view's text becomes what. Each text stands once in it, or each time with the same meaning.
 _CHANGES = {
-    "audit_incomplete": {"x.refusal_code IS NULL": "x.refused_at IS NULL"},
+    "audit_incomplete": {
+        "x.refusal_code IS NULL": "x.refused_at IS NULL",
+        "OR coalesce(x.chain_hash, '') = ''": "OR coalesce(x.chain_hash, '') = '' OR x.cumulative_hash = ''",
+    },
     "audit_rollouts": {"x.refusal_code IS NULL": "x.refused_at IS NULL"},
     "audit_intents": {"i.refusal_code IS NOT NULL": "i.refused_at IS NOT NULL"},
     "audit_versions": {"AS failure_kind": "AS failure_kind, v.seal_version"},
+    "audit_staging": {
+        "= 0 AS is_orphan": """= 0
+         AND (f.state <> 'frozen' OR f.state IS NULL
+              OR (SELECT count(*) FROM snapshot_versions AS v
+                   WHERE v.run = s.run AND v.rollout_id = s.rollout_id
+                     AND v.model_call_id = s.model_call_id AND v.event = 'late_stage') = 0) AS is_orphan"""
+    },
     "audit_ledger": {
         "c.payload_sha256, c.row_sha256": (
             "c.payload_sha256, c.row_sha256,\n       c.recorded_fingerprint, c.recorded_fingerprint_version"

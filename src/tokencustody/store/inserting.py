@@ -31,7 +31,7 @@ from tokencustody.sql.multirow import (
 from tokencustody.sql.postgresql import Statement
 from tokencustody.sql.tables import FailureKind, FenceState, VersionEvent, entries, staged_calls
 from tokencustody.sql.transactions import SharedWrite
-from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn, of_call, try_turn_txn
+from tokencustody.store.fence import RolloutKey, Stamp, find_fence_txn, lock_fence_txn, of_call, try_turn_txn
 from tokencustody.store.reading import IS_CONFLICTING
 
 _KEY = ("run", "rollout_id", "model_call_id")
@@ -62,19 +62,24 @@ class NewCall:
         return RolloutKey(self.row["run"], self.row["rollout_id"])
 
 
-_FENCE_IS_OPEN = (
-    "(SELECT f.state FROM fences AS f WHERE f.run = asked.run AND f.rollout_id = asked.rollout_id)"
-    f" = '{FenceState.OPEN}'"
-)
+_STATE = "(SELECT f.state FROM fences AS f WHERE f.run = asked.run AND f.rollout_id = asked.rollout_id)"
+_FENCE_IS_OPEN = f"{_STATE} = '{FenceState.OPEN}'"
 _BASE_IS_THERE = f"""(asked.base_sha256 IS NULL OR (
     (SELECT base.payload_sha256 FROM entries AS base WHERE base.run = asked.run
         AND base.rollout_id = asked.rollout_id AND base.model_call_id = asked.parent_call_id) = asked.base_sha256
     AND (SELECT 1 FROM failures AS f WHERE f.run = asked.run AND f.rollout_id = asked.rollout_id
         AND f.kind = '{FailureKind.CONFLICT}' AND f.model_call_id = asked.parent_call_id LIMIT 1) IS NULL))"""
+# What is staged behind a freeze makes a version, which takes an exclusive lock.
+_FENCE_IS_NOT_FROZEN = f"coalesce({_STATE}, '') <> '{FenceState.FROZEN}'"
 _HAS_NO_ATTACHMENTS = (
     "(SELECT 1 FROM staged_attachments AS a WHERE a.run = stored.run AND a.rollout_id = stored.rollout_id"
     " AND a.model_call_id = stored.model_call_id LIMIT 1) IS NULL"
 )
+# One that has no fence yet, and gets and freezes it while this statement runs, began before that freeze had returned.
+_NOT_FROZEN = f"""writable AS (
+            SELECT run, rollout_id FROM locked WHERE state <> '{FenceState.FROZEN}'
+            UNION ALL SELECT run, rollout_id FROM turns r
+            WHERE taken AND (SELECT 1 FROM fences f WHERE f.run = r.run AND f.rollout_id = r.rollout_id) IS NULL),"""
 _IMPATIENT = f"(SELECT set_config('lock_timeout', '{round(1000 * LANE_PATIENCE)}ms', true)) IS NOT NULL"
 _OPEN_FENCES = (
     "WITH {asked} INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)"
@@ -91,6 +96,7 @@ _OPEN_VERSIONS = (
 class CallInsert:
     """Inserts rows into `table`, whose time of writing stands in `written_at`.
 
+    Rows that are not `fenced` go in wherever no freeze has come before, whether or not there is a fence, and open none.
     A row is known again by its `identity` columns, and where a fence may have closed since by that time and its writer
     too: that is how a write whose answer was lost is found to have succeeded.
     """
@@ -127,8 +133,9 @@ class CallInsert:
 
     def _parameters(self, call: NewCall) -> list[Any]:
         values = [call.row[name] for name in self._columns]
+        values.append(lock_number(call.rollout.lock_name))
         if self._fenced:
-            values += [lock_number(call.rollout.lock_name), call.stamp.opening_id, call.base_sha256]
+            values += [call.stamp.opening_id, call.base_sha256]
         return values
 
     def _answers(self, calls: Sequence[NewCall], rows: Sequence[Any]) -> list[bool]:
@@ -146,16 +153,17 @@ class CallInsert:
 
     def _statement(self, source: Callable[[Sequence[str], Sequence[str]], str]) -> str:
         names, types = list(self._columns), type_names(self._table)
+        names.append("lock_number")
+        types.append("bigint")
         if self._fenced:
-            names += ["lock_number", "opening_id", "base_sha256"]
-            types += ["bigint", "text", "text"]
+            names += ["opening_id", "base_sha256"]
+            types += ["text", "text"]
         key = ", ".join(_KEY)
         return (
-            f"WITH {source(names, types)}, {self._locking if self._fenced else ''} stored AS ("
+            f"WITH {source(names, types)}, {self._locking} stored AS ("
             f" INSERT INTO {self._table.name} ({', '.join(self._columns)})"
             f" SELECT {', '.join(self._columns)} FROM asked"
-            f" {'JOIN writable USING (run, rollout_id)' if self._fenced else ''}"
-            f" WHERE {self._condition if self._fenced else _IMPATIENT}"
+            f" JOIN writable USING (run, rollout_id) WHERE {self._condition}"
             f" ORDER BY {key} ON CONFLICT DO NOTHING RETURNING {key}),"
             f" durable AS MATERIALIZED (SELECT {DURABLE_COMMIT}) SELECT stored.* FROM durable CROSS JOIN stored"
         )
@@ -164,10 +172,11 @@ class CallInsert:
     def _locking(self) -> str:
         # What another transaction holds exclusively is passed over: no call waits for another rollout's freeze.
         # Scalar subqueries, since without statistics a planner would turn EXISTS into a scan of the table.
+        opening = ", opening_id" if self._fenced else ""
         return f"""
         rollouts AS MATERIALIZED (
             SELECT DISTINCT ON (run, rollout_id)
-                run, rollout_id, lock_number, opening_id, {self._written_at} AS at, written_by
+                run, rollout_id, lock_number{opening}, {self._written_at} AS at, written_by
             FROM asked ORDER BY run, rollout_id),
         turns AS MATERIALIZED (
             SELECT *, pg_try_advisory_xact_lock_shared(lock_number) AS taken FROM rollouts WHERE {_IMPATIENT}),
@@ -178,7 +187,11 @@ class CallInsert:
                 SELECT state FROM fences f
                 WHERE r.taken AND f.run = r.run AND f.rollout_id = r.rollout_id
                 FOR SHARE SKIP LOCKED) fence),
-        opened AS (
+        {self._opening if self._fenced else _NOT_FROZEN}"""
+
+    @property
+    def _opening(self) -> str:
+        return f"""opened AS (
             INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)
             SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM turns r
             WHERE taken AND (SELECT 1 FROM fences f WHERE f.run = r.run AND f.rollout_id = r.rollout_id) IS NULL
@@ -194,12 +207,15 @@ class CallInsert:
 
     def _insert_rollout(self, connection: Connection, calls: list[NewCall]) -> set[Key]:
         """Insert calls of one rollout on PostgreSQL by plain statements, which a distributed one accepts too."""
+        key = calls[0].rollout
+        if not try_turn_txn(connection, key):
+            return set()
         if not self._fenced:
             limit_waiting(connection)
-        else:
-            key = calls[0].rollout
-            if not try_turn_txn(connection, key):
+            found = find_fence_txn(connection, key, exclusive=False)
+            if found is not None and found.state is FenceState.FROZEN:
                 return set()
+        else:
             fence = lock_fence_txn(connection, key, calls[0].stamp, exclusive=False)
             if fence.state is not FenceState.OPEN:
                 return set()
@@ -235,7 +251,7 @@ class CallInsert:
     @cached_property
     def _insert_on_condition(self) -> str:
         names = ", ".join(self._columns)
-        condition = f"{_FENCE_IS_OPEN} AND {self._condition}" if self._fenced else "true"
+        condition = f"{_FENCE_IS_OPEN} AND {self._condition}" if self._fenced else _FENCE_IS_NOT_FROZEN
         # The driver counts the rows of statements that begin with INSERT.
         return (
             f"INSERT INTO {self._table.name} ({names}) WITH {{asked}} SELECT {names} FROM asked WHERE {condition}"

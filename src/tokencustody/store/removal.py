@@ -47,6 +47,9 @@ _STATE = select(fences.c.state).where(of_rollout(fences))
 _STAGED = select(staged_calls.c.model_call_id, staged_calls.c.parent_call_id, staged_calls.c.staged_at).where(
     of_rollout(staged_calls)
 )
+_LATE = select(snapshot_versions.c.model_call_id).where(
+    of_rollout(snapshot_versions), snapshot_versions.c.event == VersionEvent.LATE_STAGE
+)
 _NAMED = select(ledger_calls.c.staging_key).where(of_rollout(ledger_calls))
 _DISPOSE = [delete(table).where(of_call(table)) for table in (staged_attachments, staged_calls)]
 
@@ -135,14 +138,18 @@ def disposable_txn(
     They are those of `SqlStagingStore.orphans`, but no call that one which stays continues. `named_elsewhere` are the
     staging keys that ledgers of other rollouts name. While the rollout is locked exclusively its ledger names no more.
     """
-    if connection.scalar(_STATE, key.named()) == FenceState.OPEN:
+    state = connection.scalar(_STATE, key.named())
+    if state == FenceState.OPEN:
         return []
     staged = connection.execute(_STAGED.with_for_update() if lock else _STAGED, key.named()).all()
     named = {*connection.execute(_NAMED, key.named()).scalars(), *named_elsewhere}
+    # Staged behind a freeze: whoever froze is yet to look again.
+    late = set(connection.execute(_LATE, key.named()).scalars()) if state == FenceState.FROZEN else set()
     parents = {row.model_call_id: row.parent_call_id for row in staged}
     kept = set()
     for row in staged:
-        if row.staged_at >= before or staging_key(key.rollout_id, row.model_call_id) in named:
+        is_named = staging_key(key.rollout_id, row.model_call_id) in named
+        if row.staged_at >= before or is_named or row.model_call_id in late:
             link = row.model_call_id
             # Up to the root, or to what is known to stay.
             while link in parents and link not in kept:

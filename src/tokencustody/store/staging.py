@@ -34,12 +34,20 @@ from tokencustody.sql.staged_codec import (
     validated_call,
     where,
 )
-from tokencustody.sql.tables import FenceState, fences, ledger_calls, staged_attachments, staged_calls
+from tokencustody.sql.tables import (
+    FenceState,
+    VersionEvent,
+    fences,
+    ledger_calls,
+    snapshot_versions,
+    staged_attachments,
+    staged_calls,
+)
 from tokencustody.staging.digest import hash_token_ids
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult, staging_key
 from tokencustody.store.attachments import IDENTITY_COLUMNS, pack_attachments, unpack_attachment
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, DatabaseClient, now
-from tokencustody.store.fence import Stamp
+from tokencustody.store.fence import RolloutKey, Stamp, advance_txn, find_fence_txn
 from tokencustody.store.ids import check_call_id, check_rollout_id
 from tokencustody.store.inserting import CallInsert, NewCall
 from tokencustody.store.portal import BackgroundLoop
@@ -60,7 +68,8 @@ class SqlStagingStore(DatabaseClient):
     The methods are synchronous: they wait until their change is durable, and raise StoreUnavailableError when the
     deadline passes first. Connections live in a background thread that starts with the first call; a forked process
     gets its own. Close the store, or use it in `with`. Staged calls have no fence: freezing or retiring their rollout
-    neither hinders nor removes them.
+    neither hinders nor removes them. One that is staged behind a freeze makes a version, so that whoever froze looks
+    again.
     """
 
     def __init__(
@@ -214,7 +223,7 @@ class SqlStagingStore(DatabaseClient):
 
     def orphans(self, run: str | None = None, *, min_age: float = 0.0) -> list[str]:
         """Return the keys, sorted, of staged calls that nothing will read: no ledger row of the run names them, and
-        their rollout is frozen, retired or has no fence.
+        their rollout is retired or has no fence, or is frozen and they were staged before that.
 
         A call that was staged a moment ago may still be recorded, and only then does a new rollout get its fence: pass
         as `min_age` the seconds that a recording may take before you delete what this returns. `run` defaults to the
@@ -222,13 +231,21 @@ class SqlStagingStore(DatabaseClient):
         """
         run = self.run if run is None else check_rollout_id(run, "run")
         key = _CALL.rollout_id + "/" + _CALL.model_call_id
+        event = snapshot_versions.c
+        late = (
+            select(event.rollout_id + "/" + event.model_call_id)
+            .join(fences, (fences.c.run == event.run) & (fences.c.rollout_id == event.rollout_id))
+            .where(
+                event.run == run, event.event == VersionEvent.LATE_STAGE, fences.c.state == FenceState.FROZEN
+            )
+        )
         gone_or_fenced = fences.c.state.is_(None) | (fences.c.state != FenceState.OPEN)
         statement = (
             select(key)
             .outerjoin(fences, (fences.c.run == _CALL.run) & (fences.c.rollout_id == _CALL.rollout_id))
             .where(_CALL.run == run, _CALL.staged_at <= now() - timedelta(seconds=min_age), gone_or_fenced)
             # EXCEPT, because there is no index by staging key.
-            .except_(select(ledger_calls.c.staging_key).where(ledger_calls.c.run == run))
+            .except_(select(ledger_calls.c.staging_key).where(ledger_calls.c.run == run), late)
         )
 
         def read(connection: Connection) -> list[str]:
@@ -261,13 +278,25 @@ class SqlStagingStore(DatabaseClient):
         for each in attached:
             each[HASH_COLUMN] = row_sha256(staged_attachments, each)
 
-        def store(connection: Connection) -> list[str]:
+        rollout = RolloutKey(self.run, key[0])
+
+        def store(connection: Connection, late: Stamp | None = None) -> list[str] | None:
+            """Return None if the rollout is frozen, for which a stamp and an exclusive lock are needed."""
             limit_waiting(connection)
+            fence = find_fence_txn(connection, rollout, exclusive=late is not None)
+            is_frozen = fence is not None and fence.state is FenceState.FROZEN
+            if is_frozen and late is None:
+                return None
             while True:
                 stored = connection.execute(insert_if_absent(connection, staged_calls), row)
                 if stored.rowcount:
                     if attachments:
                         connection.execute(insert(staged_attachments), attached)
+                    if late is not None and fence is not None and is_frozen:
+                        # So that whoever froze before looks again, and nobody takes this for what is left over.
+                        advance_txn(
+                            connection, rollout, fence, VersionEvent.LATE_STAGE, late, model_call_id=key[1]
+                        )
                     return []
                 found = connection.execute(
                     select(*_METADATA, *_PAYLOAD)
@@ -293,10 +322,13 @@ class SqlStagingStore(DatabaseClient):
                         _STAGED_CALLS.shared, call, rollout=call.rollout, size=size
                     ):
                         return []
-                differing = await doors.write(store, rollout=key)
+                differing = await doors.write(store, rollout=rollout)
+                if differing is None:
+                    late = Stamp.make(now(), self.written_by)
+                    differing = await doors.write(lambda connection: store(connection, late), rollout=rollout)
                 if differing:
                     doors.count("conflicts")
-                return differing
+                return differing or []
 
         return self._background.run(stage)
 
