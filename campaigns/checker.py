@@ -1,10 +1,10 @@
 """Decides whether a history of a store is one that the contract allows.
 
-Each rollout is judged by itself, and each staged call. There must be an order of its operations, each at one moment
-between its invocation and its return, in which every answer is the one that `campaigns.model` gives. An operation of
-unknown outcome may take effect at any moment after its invocation, or never. A mark that was spilled takes effect at
-some moment after its invocation, and before the campaign's last reads (worker "final"). When there is no such order,
-`campaigns.rules` says in words what went wrong.
+Each rollout is judged by itself, with what was staged under its id, and each staged call. There must be an order of its
+operations, each at one moment between its invocation and its return, in which every answer is the one that
+`campaigns.model` gives. An operation of unknown outcome may take effect at any moment after its invocation, or never. A
+mark that was spilled takes effect at some moment after its invocation, and before the campaign's last reads (worker
+"final"). When there is no such order, `campaigns.rules` says in words what went wrong.
 
 The store repeats a transaction whose commit was not acknowledged, and the contract calls that no second write. Where
 somebody removed the rollout in between, the first try has left nothing by which the second could know it. Only then,
@@ -90,6 +90,10 @@ def check(
         report.unknown += operation.outcome is Outcome.UNKNOWN
         call = operation.arguments["call"] if operation.name in STAGING else None
         objects.setdefault((operation.rollout, call), []).append(operation)
+    alone = {key: list(its) for key, its in objects.items()}
+    for (rollout, call), its in alone.items():
+        if call is not None and (rollout, None) in objects:
+            objects[rollout, None] += [operation for operation in its if operation.name not in READS]
     done = 0
     for (rollout, call), its in objects.items():
         if call is None:
@@ -97,14 +101,17 @@ def check(
         else:
             report.staged_calls += 1
         _judge(report, rollout, RolloutState() if call is None else StagedState(), its, limit)
-        done += len(its)
+        done += len(alone[rollout, call])
         if progress is not None:
             progress(done, report.operations)
     return report
 
 
 def _judge(report: Report, rollout: str, initial: State, operations: Sequence[Operation], limit: int) -> None:
-    unnamed = [operation for operation in operations if _is_unnamed(operation)]
+    # What was staged under a rollout's id is told of by itself.
+    is_rollout = isinstance(initial, RolloutState)
+    own = [op for op in operations if op.name not in STAGING] if is_rollout else operations
+    unnamed = [operation for operation in own if _is_unnamed(operation)]
     for operation in unnamed:
         text = f"{operation.name} answered {operation.error}, which is no error of the contract"
         report.violations.append(Violation("unnamed error", rollout, text, (operation,)))
@@ -124,7 +131,7 @@ def _judge(report: Report, rollout: str, initial: State, operations: Sequence[Op
     if found.verdict is Verdict.UNDECIDED:
         report.undecided.append(rollout)
         return
-    explained = explain(rollout, operations)
+    explained = explain(rollout, own)
     report.violations += [*explained, _no_order(rollout, operations, events, found)]
 
 

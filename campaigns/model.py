@@ -1,6 +1,7 @@
 """The behaviour of a store as a state machine: what each operation answers and changes, one at a time.
 
-One state per rollout, for its records, its fence and its ledger together, and one per staged call. States are immutable
+One state per rollout, for its records, its fence and its ledger together, and one per staged call. A rollout knows too
+what is staged under its id, for that makes a version behind a freeze. States are immutable
 and hashable. `step` is exact: an operation has one effect and one answer in a state. It leaves open only two things
 that a caller cannot know in advance, and takes both from the answer that was given: the id of a new snapshot, and
 whether the tokens of a parent are given for a row of the ledger, which has none.
@@ -86,6 +87,7 @@ class RolloutState(NamedTuple):
     records: tuple[tuple[str, Call], ...] = ()
     failures: tuple[tuple[str, str], ...] = ()
     snapshot_ids: frozenset[str] = frozenset()
+    staged: FrozenMap[str] = FrozenMap()
 
     @property
     def is_incomplete(self) -> bool:
@@ -112,7 +114,8 @@ class RolloutState(NamedTuple):
 
     def emptied(self, **changes: Any) -> RolloutState:
         """Return the state without its records."""
-        return RolloutState(version=self.version, snapshot_ids=self.snapshot_ids)._replace(**changes)
+        kept = RolloutState(version=self.version, snapshot_ids=self.snapshot_ids, staged=self.staged)
+        return kept._replace(**changes)
 
 
 class StagedState(NamedTuple):
@@ -346,7 +349,13 @@ def _resolution(
     return Answer({"status": status, "reason": reason, "parent": parent, "tokens": tokens, "kind": kind})
 
 
-def _stage(state: StagedState, arguments: Arguments, _: Answer | None) -> tuple[StagedState, Answer]:
+def _stage(state: Any, arguments: Arguments, _: Answer | None) -> tuple[Any, Answer]:
+    if isinstance(state, RolloutState):
+        call, payload = arguments["call"], arguments["payload"]
+        held = state.staged.get(call)
+        if held is None:
+            return _recorded(state, staged=state.staged.plus(call, payload)), _DONE
+        return state, _DONE if held == payload else Answer(error=STAGED_CONFLICT_ERROR)
     if state.payload is None:
         return StagedState(arguments["payload"]), _DONE
     is_same = state.payload == arguments["payload"]
@@ -357,7 +366,13 @@ def _fetch(state: StagedState, _: Arguments, __: Answer | None) -> tuple[StagedS
     return state, Answer(state.payload) if state.payload is not None else Answer(error=STAGED_MISSING_ERROR)
 
 
-def _unstage(state: StagedState, _: Arguments, __: Answer | None) -> tuple[StagedState, Answer]:
+def _unstage(state: Any, arguments: Arguments, _: Answer | None) -> tuple[Any, Answer]:
+    if isinstance(state, RolloutState):
+        call = arguments["call"]
+        if call not in state.staged:
+            return state, Answer(False)
+        left = FrozenMap({other: payload for other, payload in state.staged.items() if other != call})
+        return state._replace(staged=left), Answer(True)
     return (state, Answer(False)) if state.payload is None else (StagedState(), Answer(True))
 
 

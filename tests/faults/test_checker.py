@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -299,6 +300,36 @@ def test_a_repeated_write_has_no_effect_after_it_returned() -> None:
     story.end(late)
     story.do("resolve", resolution("unresolved", "no_match"), conversations=["said by a"])
     story.do("freeze", snapshot({"a": "p"}))
+    assert not check(story.operations).ok
+
+
+_LATE: dict[str, tuple[str, dict[str, Any]]] = {
+    "record": ("record", put("late")),
+    "failure": ("record_failure", {"call": "late", "reason": "lost"}),
+    "staged call": ("stage", {"call": "late", "payload": "p"}),
+}
+
+
+@pytest.mark.parametrize("late", _LATE)
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_comes_behind_a_freeze_has_its_version(late: str, counted: bool) -> None:
+    name, arguments = _LATE[late]
+    story = Story()
+    story.do("freeze", snapshot(version=1))
+    for _ in range(2):
+        story.do(name, **arguments)
+    story.do("drop", False, snapshot_id="snapshot-1", version=1)
+    story.do("freeze", snapshot(version=2 if counted else 1))
+    assert check(story.operations).ok == counted
+
+
+@pytest.mark.parametrize("late", _LATE)
+def test_a_drop_takes_nothing_along_that_came_behind_the_freeze(late: str) -> None:
+    name, arguments = _LATE[late]
+    story = Story()
+    story.do("freeze", snapshot(version=1))
+    story.do(name, **arguments)
+    story.do("drop", True, snapshot_id="snapshot-1", version=1)
     assert not check(story.operations).ok
 
 
