@@ -16,6 +16,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from tests.faults.test_loops import LoopThread
 from tests.store.rows import rows_of
 from tests.store.test_staging_concurrency import in_a_fork
 from tests.store.test_transactions import put_in_a_spawned_process
@@ -272,3 +273,41 @@ async def test_a_server_without_a_free_connection_is_unavailable_at_the_deadline
         await holder.close()
         await admin.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
         await admin.close()
+
+
+@pytest.mark.parametrize("first_use", ["before", "after"])
+def test_what_a_forked_process_was_acknowledged_outlives_the_close_of_its_parent(
+    store_url: str, first_use: str
+) -> None:
+    store = open_store(store_url)
+    closed, told = os.pipe()
+    used, tell = os.pipe()
+
+    async def child() -> None:
+        if first_use == "before":
+            await store.sink.put(make_entry(model_call_id="before"))
+        os.write(tell, b"x")
+        await asyncio.to_thread(os.read, closed, 1)
+        await store.sink.put(make_entry(model_call_id="after"))
+        await store.close()
+
+    def in_the_child() -> None:
+        asyncio.run(child())
+
+    with LoopThread() as one:
+        one.run(store.sink.put(make_entry()))
+        ended: list[int | None] = []
+        forking = threading.Thread(target=lambda: ended.append(in_a_fork(in_the_child)))
+        forking.start()
+        os.read(used, 1)
+        # The last of all to close a SQLite file deletes its log.
+        one.run(store.close())
+        os.write(told, b"x")
+        forking.join()
+        assert ended == [0]
+        for end in (closed, told, used, tell):
+            os.close(end)
+        again = open_store(store_url)
+        calls = one.run(calls_of(again))
+        one.run(again.close())
+    assert calls == {"call-1", "after", *(["before"] if first_use == "before" else [])}

@@ -25,7 +25,14 @@ from sqlalchemy.exc import DBAPIError
 from tokencustody.errors import DurabilityError, StoreUnavailableError
 from tokencustody.sql.engine import LOGGING_NAME, Attempt, EngineKey, Engines, Result, Work
 from tokencustody.sql.faults import reach_from_thread
-from tokencustody.sql.sqlite_files import File, OpenedConnection, OpenedFile, opened_file
+from tokencustody.sql.sqlite_files import (
+    File,
+    OpenedConnection,
+    OpenedFile,
+    archive_stamp,
+    has_journal,
+    opened_file,
+)
 from tokencustody.sql.url import DatabaseUrl
 
 # Longer waits are retried, so that a cancelled write leaves within this many seconds.
@@ -42,6 +49,7 @@ class SqliteEngines(Engines):
 
     def __init__(self, key: EngineKey) -> None:
         super().__init__()
+        _close_what_the_parent_left()
         self._url = key.url
         self._archive = archive_stamp(key.url) if key.read_only else None
         self._opened = opened_file(key.url, self)
@@ -207,8 +215,11 @@ class _Threads:
 
     def close(self) -> None:
         self._executor.shutdown()
-        for connection in self._idle:
-            connection.close()
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
         self._engine.dispose()
 
     def pause(self) -> None:
@@ -268,28 +279,21 @@ def _after_fork() -> None:
     _forking.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+def _after_fork_in_child() -> None:
+    _left_by_parent.extend(_paused)
+    _after_fork()
+    _all_threads.clear()
 
 
-def archive_stamp(url: DatabaseUrl) -> tuple[int, int] | None:
-    """Return the time and size of a file that lies alone in a folder where nothing can be created, else None.
-
-    SQLite reads such a file only as immutable, without locks: then this must stay the same. Beside its log, or the
-    journal of a transaction that did not end, it is not all there is to read.
-    """
-    file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
-    try:
-        if os.access(file.parent, os.W_OK) or log.exists() or _has_journal(url):
-            return None
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
+def _close_what_the_parent_left() -> None:
+    # SQLite believes of a file that is open that this process has its locks, which are the parent's: it would take
+    # none of its own, and the parent, as the last one by its locks, would delete the log that the child writes.
+    while _left_by_parent:
+        _left_by_parent.pop().disconnect()
 
 
-def _has_journal(url: DatabaseUrl) -> bool:
-    journal = Path(f"{url.dsn}-journal")
-    return journal.exists() and journal.stat().st_size > 0
+_left_by_parent: list[_Threads] = []
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 
 def file_engine(
@@ -301,7 +305,7 @@ def file_engine(
     whoever the umask lets. With `read_only` the file stays as it is: the last of other connections would move what a
     log holds into it. Only what a transaction that did not end left in the file goes, without which none can read it.
     """
-    query = {"mode": "ro" if read_only and not _has_journal(url) else "rw", "uri": "true"}
+    query = {"mode": "ro" if read_only and not has_journal(url) else "rw", "uri": "true"}
     if read_only and archive_stamp(url) is not None:
         query["immutable"] = "1"
     engine = create_engine(

@@ -7,9 +7,11 @@ common. So each transaction compares device and inode of the file, of its log an
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sqlite3
 import threading
+from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -27,21 +29,27 @@ class OpenedConnection(sqlite3.Connection):
     """
 
     _is_closed = False
-    _kept: WeakSet[OpenedConnection] | None = None
+    _log: _Log | None = None
 
     def keep(self, log: _Log) -> None:
         """Know that nobody may delete this log until this connection is closed."""
         log.connections.add(self)
-        self._kept = log.connections
+        self._log = log
 
     def close(self) -> None:
-        # The pool closes again what could not be configured.
-        if not self._is_closed and self.in_transaction:
-            self.rollback()
+        if self._is_closed:  # the pool closes again what could not be configured
+            return
         self._is_closed = True
-        if self._kept is not None:
+        if self.in_transaction:
+            self.rollback()
+        if self._log is not None:
+            if self._log.lost_its_index():
+                # To close it may delete the log, and with it what others have written by an index of their own. It
+                # stays open until the process ends, which deletes nothing.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+                return
             # Before: the last of all connections deletes the log.
-            self._kept.discard(self)
+            self._log.connections.discard(self)
         super().close()
 
 
@@ -51,6 +59,14 @@ class _Log(NamedTuple):
     log: File | None
     log_index: File | None
     connections: WeakSet[OpenedConnection]
+    path: str
+
+    def lost_its_index(self) -> bool:
+        """Return whether the log is where it was, and its index is not."""
+        try:
+            return _file(f"{self.path}-wal") == self.log and _file(f"{self.path}-shm") != self.log_index
+        except OSError:
+            return False
 
 
 # The logs that connections of this process have open, by the file. A child process inherits them, as it inherits what
@@ -97,9 +113,10 @@ class OpenedFile:
         """Return the error for what is no longer at the path, or None."""
         if self.file is None or _file(self._url.dsn) != self.file:
             return gone(self._url)
-        log_status = _status(_log_path(self._url))
+        real = os.path.realpath(self._url.dsn)
+        log_status = _status(f"{real}-wal")
         self.log_size = 0 if log_status is None else log_status.st_size
-        found = _Log(_identity(log_status), _file(f"{os.path.realpath(self._url.dsn)}-shm"), WeakSet())
+        found = _Log(_identity(log_status), _file(f"{real}-shm"), WeakSet(), real)
         with _lock:
             log = _logs.get(self.file)
             if log is None or not log.connections:
@@ -109,7 +126,9 @@ class OpenedFile:
                 connection.keep(log)
         if is_same:
             return None
-        return gone(self._url, "log" if log.log != found.log else "index of the log")
+        if log.log != found.log:
+            return gone(self._url, "log")
+        return gone(self._url, "index of the log", "end this process and begin it anew")
 
 
 def opened_file(url: DatabaseUrl, user: object) -> OpenedFile:
@@ -125,26 +144,48 @@ def opened_file(url: DatabaseUrl, user: object) -> OpenedFile:
 _opened: dict[DatabaseUrl, OpenedFile] = {}
 
 
-def gone(url: DatabaseUrl, what: str = "file") -> StoreUnavailableError:
+def gone(
+    url: DatabaseUrl,
+    what: str = "file",
+    remedy: str = "close every store on it in this process, look at what lies there now, and open them anew",
+) -> StoreUnavailableError:
     """Return the error for a file whose path leads elsewhere now."""
     return StoreUnavailableError(
         f"{url.display} is not available: the {what} that was opened was deleted, moved away or replaced, so what was "
         "being written counts as not stored, and what was read as not read; put it back beside the rest of the "
-        "database, or close every store on it in this process, look at what lies there now, and open them anew"
+        f"database, or {remedy}"
     )
 
 
 def log_size(url: DatabaseUrl) -> int:
     """Return how many bytes the log of a SQLite file has, 0 where there is none or nobody may look."""
     try:
-        status = _status(_log_path(url))
+        status = _status(f"{os.path.realpath(url.dsn)}-wal")
     except OSError:
         return 0
     return 0 if status is None else status.st_size
 
 
-def _log_path(url: DatabaseUrl) -> str:
-    return f"{os.path.realpath(url.dsn)}-wal"
+def archive_stamp(url: DatabaseUrl) -> tuple[int, int] | None:
+    """Return the time and size of a file that lies alone in a folder where nothing can be created, else None.
+
+    SQLite reads such a file only as immutable, without locks: then this must stay the same. Beside its log, or the
+    journal of a transaction that did not end, it is not all there is to read.
+    """
+    file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
+    try:
+        if os.access(file.parent, os.W_OK) or log.exists() or has_journal(url):
+            return None
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def has_journal(url: DatabaseUrl) -> bool:
+    """Return whether a transaction with a rollback journal did not end."""
+    journal = Path(f"{url.dsn}-journal")
+    return journal.exists() and journal.stat().st_size > 0
 
 
 def _file(path: str) -> File | None:
