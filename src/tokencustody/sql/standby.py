@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 from tokencustody.sql.connecting import connect
 from tokencustody.sql.engine import DEFAULT_DEADLINE
@@ -50,7 +51,7 @@ async def _ask(url: DatabaseUrl) -> SynchronousStandbys:
     try:
         connection = await connect(url, DEFAULT_DEADLINE)
         try:
-            row = await connection.fetchrow(_ASKED, timeout=DEFAULT_DEADLINE)
+            row: Any = await connection.fetchrow(_ASKED, timeout=DEFAULT_DEADLINE)
         finally:
             await connection.close(timeout=DEFAULT_DEADLINE)
     except Exception as exc:
