@@ -15,13 +15,14 @@ from tokencustody.staging.records import (
     UNRESOLVED_PARENT_REASON,
     WORKER_CAPTURE_FAILED_REASON,
 )
-from tokencustody.staging.terminal import DECLARED_NOT_CAPTURED
+from tokencustody.staging.terminal import DECLARED_NOT_CAPTURED, WITNESS_DISAGREEMENT
 
 _REMARKS = {
     WORKER_CAPTURE_FAILED_REASON: "the worker could not stage a call (lost on purpose)",
     UNRESOLVED_PARENT_REASON: "the call continues one that was never recorded: no guess",
     TERMINAL_AMBIGUOUS: "two answers to one question, and nobody said which one counts",
     DECLARED_NOT_CAPTURED: "the agent declared a response id that no call has",
+    WITNESS_DISAGREEMENT: "what the agent declared and what was scored are different calls",
 }
 
 
