@@ -70,7 +70,11 @@ class LineageError(RuntimeError):
 
 
 class StoreUnavailableError(ConnectionError):
-    """The database could not be reached or kept failing until the deadline. The last cause is chained."""
+    """The database could not be reached or kept failing until the deadline. The last cause is chained.
+
+    Also that it may not be relied on as it is: a SQLite file that is no longer at its path, or a mark of the rollout on
+    this host that is damaged. The message says what to do.
+    """
 
 
 class AccessDeniedError(StoreUnavailableError):

@@ -31,6 +31,11 @@ class OpenedConnection(sqlite3.Connection):
     _is_closed = False
     _log: _Log | None = None
 
+    @property
+    def keeps_log(self) -> bool:
+        """Whether nobody may delete the file's log because of this connection."""
+        return self._log is not None
+
     def keep(self, log: _Log) -> None:
         """Know that nobody may delete this log until this connection is closed."""
         log.connections.add(self)
@@ -82,6 +87,7 @@ class OpenedFile:
     def __init__(self, url: DatabaseUrl) -> None:
         self._url = url
         self.file: File | None = None
+        self._path = ""
         self.log_size = 0
         self.users: WeakSet[object] = WeakSet()
 
@@ -98,6 +104,8 @@ class OpenedFile:
         if found is None or found != before:
             raise gone(self._url)
         self.file = found
+        # Where SQLite puts its log, whatever links lead to the file. To ask at every commit would take longer than it.
+        self._path = os.path.realpath(self._url.dsn)
 
     def check(self, connection: OpenedConnection) -> None:
         """Raise StoreUnavailableError unless the path leads to what this connection has open.
@@ -113,20 +121,19 @@ class OpenedFile:
         """Return the error for what is no longer at the path, or None."""
         if self.file is None or _file(self._url.dsn) != self.file:
             return gone(self._url)
-        real = os.path.realpath(self._url.dsn)
-        log_status = _status(f"{real}-wal")
-        self.log_size = 0 if log_status is None else log_status.st_size
-        found = _Log(_identity(log_status), _file(f"{real}-shm"), WeakSet(), real)
+        status = _status(f"{self._path}-wal")
+        self.log_size = 0 if status is None else status.st_size
+        found = _identity(status), _file(f"{self._path}-shm")
         with _lock:
             log = _logs.get(self.file)
             if log is None or not log.connections:
-                log = _logs[self.file] = found
-            is_same = log[:2] == found[:2]
-            if connection is not None and is_same and None not in found[:2]:
+                log = _logs[self.file] = _Log(*found, WeakSet(), self._path)
+            is_same = log[:2] == found
+            if connection is not None and not connection.keeps_log and is_same and None not in found:
                 connection.keep(log)
         if is_same:
             return None
-        if log.log != found.log:
+        if log.log != found[0]:
             return gone(self._url, "log")
         return gone(self._url, "index of the log", "end this process and begin it anew")
 
