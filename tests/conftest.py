@@ -17,7 +17,7 @@ from hypothesis import settings
 from tests.support import databases
 from tests.support.postgres import NoPostgresError, Server, postgres_server
 from tokencustody.cli import waiting
-from tokencustody.sql import registry
+from tokencustody.sql import postgresql, registry
 from tokencustody.sql.coalescing import Coalesce
 from tokencustody.sql.faults import FAULT_POINTS
 from tokencustody.sql.transactions import Database
@@ -144,6 +144,12 @@ def spill_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no command of this process tell of a wait that comes of a loaded machine."""
     monkeypatch.setattr(waiting, "SILENCE", 600.0)
+
+
+@pytest.fixture(autouse=True)
+def _fsync_is_asked_when_connecting_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a slow machine would have another statement here and there, where tests count or cut them."""
+    monkeypatch.setattr(postgresql, "_ASK_AGAIN", 1e9)
 
 
 @pytest.fixture(autouse=True)

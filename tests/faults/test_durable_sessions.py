@@ -91,7 +91,7 @@ async def test_a_url_that_turns_synchronous_commit_off_is_refused(cluster: Postg
 async def test_a_reload_that_turns_fsync_off_under_open_connections_is_noticed(
     cluster: PostgresCluster, url: str, monkeypatch: pytest.MonkeyPatch, write: Write, table: Table
 ) -> None:
-    async with open_store(url, run=f"fsync-{table.name}-{urlsplit(url).port}") as store:
+    async with open_store(url, run=f"fsync-{table.name}-{urlsplit(url).port}", spill=None) as store:
         await store.sink.put(make_entry("warm"))
         await asyncio.to_thread(cluster.change, "fsync", "off")
         monkeypatch.setattr(postgresql, "_ASK_AGAIN", 0.0)

@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from asyncio import Semaphore
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -64,7 +64,8 @@ class PostgresqlEngines(Engines):
     def __init__(self, key: EngineKey) -> None:
         super().__init__()
         self._url = key.url
-        self._connecting = _Connecting(lambda: connect(key.url, key.deadline, command_timeout=key.deadline))
+        self._deadline = key.deadline
+        self._connecting = _Connecting(self._connect)
         self._pool = _engine(
             key.url, self._connecting, pool_size=key.pool_size, max_overflow=0, pool_timeout=key.deadline
         )
@@ -90,6 +91,11 @@ class PostgresqlEngines(Engines):
         def rest(connection: Any, _record: object) -> None:
             if connection is not None:
                 connection.driver_connection.rested_since = time.monotonic()
+
+    async def _connect(self) -> Driver:
+        driver = await connect(self._url, self._deadline, command_timeout=self._deadline)
+        self._synced_at = time.monotonic()
+        return driver
 
     async def read(self, work: Work[Result]) -> Result:
         # One snapshot is all that a reader needs, and predicate locks of readers would abort writers.
@@ -205,13 +211,13 @@ class _Connecting:
     Else callers with less patience than a connection takes would never have one.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[Driver]]) -> None:
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, Driver]]) -> None:
         self._make = make
         self._left: list[asyncio.Task[Driver]] = []
 
     async def __call__(self) -> Driver:
         while True:
-            making = self._left.pop() if self._left else asyncio.create_task(self._made())
+            making = self._left.pop() if self._left else asyncio.create_task(self._make())
             was_left = making.done()
             try:
                 driver = await asyncio.shield(making)
@@ -229,9 +235,6 @@ class _Connecting:
             if not driver.is_closed():
                 driver.rested_since = time.monotonic()
                 return driver
-
-    async def _made(self) -> Driver:
-        return await self._make()
 
     async def close(self) -> None:
         """Give up what is being made for nobody."""

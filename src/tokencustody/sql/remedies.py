@@ -41,7 +41,7 @@ _REMEDIES: dict[object, str] = {
 
 def remedy(url: DatabaseUrl, cause: BaseException) -> str:
     """Return what to do about a failure, with a semicolon before it, or nothing."""
-    code = getattr(cause, "sqlstate", None) or getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    code = getattr(cause, "sqlstate", None) or (getattr(cause, "sqlite_errorcode", None) or 0) & 0xFF
     known = _REMEDIES.get(code, "") or _of_system(url, cause)
     if code == "08P01" and "prepared statement" in str(cause):
         known = _POOLER  # another client's has the name; what else has this code has nothing to do with it
@@ -63,7 +63,7 @@ def _of_system(url: DatabaseUrl, cause: BaseException) -> str:
         folder = Path(url.dsn).parent
         if not folder.is_dir():
             return f"there is no folder {folder}: look at the path, or make the folder"
-        is_closed = getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CANTOPEN
+        is_closed = (getattr(cause, "sqlite_errorcode", None) or 0) & 0xFF == sqlite3.SQLITE_CANTOPEN
         return _RIGHTS if is_closed else ""
     if isinstance(cause, ConnectionRefusedError):
         return "look whether the server runs and listens there"
