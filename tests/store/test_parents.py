@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from tests.audit.gym_folders import import_folder, line_of, write_rollout
 from tests.support.conversations import SCENARIOS, Asked, Call, said, user
 from tests.support.ledger import make_commit
 from tokencustody import CaptureStore, TokenEntry
@@ -77,3 +79,14 @@ async def test_a_conflicting_record_is_no_parent_by_its_row_either_and_leaves_no
         await store.lineage.record(make_commit(rollout, row, request=CTX, text="hello"))
     assert await outcome(store, "same", after) == "no_match"
     assert await outcome(store, "twin", after) == "ambiguous"
+
+
+async def test_a_conflict_that_gyms_files_hold_makes_the_twin_of_either_line_ambiguous(
+    store: CaptureStore, store_url: str, tmp_path: Path
+) -> None:
+    elsewhere = Call("call-a", CTX, [said("other")], (1, 2, 8))
+    lines = [elsewhere, Call("call-a", CTX, [said("hello")], (1, 2, 9)), Call("call-b", CTX, [said("hello")])]
+    write_rollout(tmp_path / "gym", [line_of(call.entry("rollout")) for call in lines])
+    await import_folder(store_url, tmp_path / "gym", run="run-1")
+    assert await outcome(store, "rollout", [*CTX, said("hello"), user("next")]) == "ambiguous"
+    assert await outcome(store, "rollout", [*CTX, said("other"), user("next")]) == "no_match"

@@ -100,13 +100,7 @@ class Put:
                 FailureKind.CONFLICT,
                 self.stamp,
                 model_call_id=call_id,
-                first=first,
-                second=self.packed.sha256,
-                differing=",".join(fields).replace("\0", "\ufffd"),
-                second_fingerprint=audit_text(self.entry.continuation_fingerprint),
-                second_fingerprint_version=self.entry.fingerprint_version,
-                second_context_len=self.entry.continuation_context_len,
-                second_context_digest=audit_text(self.entry.continuation_context_digest),
+                **conflict_evidence(first, self.packed.sha256, self.entry, fields),
             )
         return fields
 
@@ -165,6 +159,21 @@ class Put:
             "shared_len": 0 if shared is None or self.base is None else len(self.base.ids),
             "stored_sha256": None if shared is None else shared.sha256,
         }
+
+
+def conflict_evidence(first: str, second: str, entry: TokenEntry, fields: Sequence[str]) -> dict[str, Any]:
+    """Return what `fail_txn` keeps of a conflict: both payload hashes, the fields that differ, and by what a request
+    is known that continues `entry`, the second payload.
+    """
+    return {
+        "first": first,
+        "second": second,
+        "differing": ",".join(fields).replace("\0", "\ufffd"),
+        "second_fingerprint": audit_text(entry.continuation_fingerprint),
+        "second_fingerprint_version": entry.fingerprint_version,
+        "second_context_len": entry.continuation_context_len,
+        "second_context_digest": audit_text(entry.continuation_context_digest),
+    }
 
 
 def read_call_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> TokenEntry:

@@ -58,17 +58,9 @@ class Verdict:
         """Mark the rollout incomplete."""
         self._fail(connection, VersionEvent.MARK, FailureKind.MARK, model_call_id=call)
 
-    def conflict_txn(self, connection: Connection, call: str, first: str, second: str, fields: str) -> None:
-        """Keep the evidence of two contents of a call, by their payload hashes and the fields that differ."""
-        self._fail(
-            connection,
-            VersionEvent.CONFLICT,
-            FailureKind.CONFLICT,
-            model_call_id=call,
-            first=first,
-            second=second,
-            differing=fields,
-        )
+    def conflict_txn(self, connection: Connection, call: str, evidence: dict[str, Any]) -> None:
+        """Keep the evidence of two contents of a call, which `conflict_evidence` made."""
+        self._fail(connection, VersionEvent.CONFLICT, FailureKind.CONFLICT, model_call_id=call, **evidence)
 
     def freeze_txn(self, connection: Connection, state: State, version: int, *, incomplete: bool) -> None:
         """Raise the fence as Gym raised it: the same snapshot id, and `version` if that is the next one or later."""

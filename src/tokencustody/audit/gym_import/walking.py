@@ -31,7 +31,7 @@ from tokencustody.sql.id_columns import PackedIds
 from tokencustody.sql.tables import FenceState, entries, ledger_failures
 from tokencustody.store.fence import Fence, RolloutKey, Stamp
 from tokencustody.store.ids import is_call_id
-from tokencustody.store.putting import Put, read_base, read_call_txn
+from tokencustody.store.putting import Put, conflict_evidence, read_base, read_call_txn
 from tokencustody.store.reading import chain_txn
 from tokencustody.store.sequences import KnownSequence, KnownSequences
 
@@ -76,7 +76,7 @@ class Walk:
         # Calls of which something was lost; the empty one has no name.
         self._lost: dict[str, None] = {}
         # By call and second payload: what `Verdict.conflict_txn` takes.
-        self._evidence: dict[tuple[str, str], tuple[str, str, str, str]] = {}
+        self._evidence: dict[tuple[str, str], dict[str, Any]] = {}
         self._conflicting: set[str] = set()
         self._sequences = KnownSequences()
         self._rows: list[dict[str, Any]] = []
@@ -216,8 +216,8 @@ class Walk:
             f"the call has other content than in line {first.line.number} (differing: {', '.join(fields)}); that one "
             "stays, and the conflict is kept as evidence",
         )
-        differing = ",".join(fields).replace("\0", "\ufffd")
-        self._evidence.setdefault((call, packed.sha256), (call, first.sha256, packed.sha256, differing))
+        evidence = conflict_evidence(first.sha256, packed.sha256, entry, fields)
+        self._evidence.setdefault((call, packed.sha256), evidence)
         self._conflicting.add(call)
 
     def _check(
@@ -372,7 +372,9 @@ class Walk:
         """Add intents, marks and evidence, and then the fence of the files."""
         all_marks = self._marks(state, same_snapshot=same_snapshot)
         marks = [call for call in all_marks if call not in self._held.marks]
-        evidence = [each for known, each in self._evidence.items() if known not in self._held.conflicts]
+        evidence = [
+            (known[0], each) for known, each in self._evidence.items() if known not in self._held.conflicts
+        ]
         self._changes += len(marks) + len(evidence)
         announced = {*self._held.intents, *self._new_intents}
         dangling = announced - self._held.refused - self._held.calls.keys() - self._seen.keys()
