@@ -92,7 +92,7 @@ def left_out(item: Mapping[str, Any]) -> dict[str, Any]:
 
 def hashes_noise(items: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether version 2 would hash a cache mark of an item, which moves on with the next request."""
-    return any("cache_control" in block for item in items for block in _blocks_hashed_whole(item))
+    return any(block.get("cache_control") for item in items for block in _blocks_hashed_whole(item))
 
 
 def plain(item: Mapping[str, Any], *, keep_arguments: bool = False) -> Mapping[str, Any]:
