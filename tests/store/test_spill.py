@@ -42,6 +42,7 @@ from tokencustody.errors import (
     TokenCaptureRetiredError,
 )
 from tokencustody.sql import migrate, tables
+from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import parse_url
 from tokencustody.store import replaying
 from tokencustody.store.fence import RolloutKey, Stamp
@@ -164,6 +165,7 @@ async def test_a_mark_made_while_the_database_is_away_is_acknowledged_and_reache
         await replayed(store)
         assert files_in(spill_folder) == []
         assert store.stats()["replayed_marks"] == 1
+    async with outage.open(deadline=60) as store:
         assert (await store.source.freeze("rollout-1")).incomplete
     assert await events(store_url) == [("open", ""), ("mark", "call-2"), ("freeze", "")]
 
@@ -314,12 +316,12 @@ async def test_a_mark_that_cannot_be_stored_is_kept_whatever_the_reason(
     async def fail() -> None:
         raise cause
 
-    async with open_store(store_url, run=RUN, deadline=2) as store:
-        await store.sink.put(make_entry())
+    async with open_store(store_url, run=RUN, deadline=1) as store:
         faults["before commit"] = fail
         await store.sink.mark_incomplete("rollout-1", "call-2")
         assert len(spill.waiting()) == 1
         faults.clear()
+    async with open_store(store_url, run=RUN) as store:
         assert (await store.source.freeze("rollout-1")).incomplete
 
 
@@ -583,24 +585,27 @@ async def test_a_folder_that_does_not_answer_holds_up_neither_the_loop_nor_what_
     store_url: str, spill: Spill, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     spill.keep(make_mark())
-    store = open_store(store_url, run=RUN, deadline=2)
+    store = open_store(store_url, run=RUN)
+    loop = asyncio.get_running_loop()
     with hanging(monkeypatch, name):
         await store.sink.put(make_entry())
         await store.sink.mark_incomplete("rollout-1", "call-2")
+        monkeypatch.setattr(Database, "end_of_patience", lambda self: loop.time() + 0.5)
         with pytest.raises(StoreUnavailableError, match="does not answer"):
             await store.source.freeze("rollout-1")
         await store.close()
 
 
 async def test_a_commit_is_answered_also_where_the_file_of_its_mark_cannot_be_removed_in_time(
-    store_url: str, spill: Spill, monkeypatch: pytest.MonkeyPatch
+    sqlite_url: str, spill_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spill.keep(make_mark())
+    migrate.upgrade(sqlite_url)
+    Spill(spill_folder, parse_url(sqlite_url)).keep(make_mark())
     monkeypatch.setattr(Replayer, "start", lambda self: None)
-    async with open_store(store_url, run=RUN, deadline=2) as store:
+    async with open_store(sqlite_url, run=RUN, deadline=10) as store:
         with hanging(monkeypatch, "finish"):
             assert (await store.source.freeze("rollout-1")).incomplete
-    assert await events(store_url) == [("open", ""), ("mark", "call-1"), ("freeze", "")]
+    assert await events(sqlite_url) == [("open", ""), ("mark", "call-1"), ("freeze", "")]
 
 
 @pytest.mark.parametrize("place", ["root", "folder"])
@@ -945,6 +950,7 @@ async def test_a_caller_that_is_cancelled_while_its_mark_is_being_kept_leaves_a_
                 await marking
             go_on.set()
             assert await asyncio.to_thread(kept.wait, 20)
+    async with outage.open(deadline=60) as store:
         assert (await store.source.freeze("rollout-1")).incomplete
     assert (await events(store_url)).count(("mark", "call-1")) == 1
 
