@@ -419,7 +419,7 @@ PLANTED = {
     ),
     "an attachment of another call": Planted(
         _row("staged_attachments", "model_call_id", "b", _always("c"), name="text"),
-        {("attachment", "staged", "c")},
+        {("attachment", "staged", "c"), ("attachment", "staged", "b")},
     ),
     "the data of an attachment": Planted(
         _row("staged_attachments", "data", "b", name="buffer"), {("attachment", "staged", "b")}
@@ -430,7 +430,7 @@ PLANTED = {
     ),
     "an attachment without its call": Planted(
         _row("staged_attachments", "model_call_id", "b", _always("z"), name="json"),
-        {("attachment", "staged", "z")},
+        {("attachment", "staged", "z"), ("attachment", "staged", "b")},
     ),
 }
 

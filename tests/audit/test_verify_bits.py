@@ -27,7 +27,14 @@ _NOT_PROVEN = {
     "fences": {"incomplete"},
     # The seal and the evidence of a retired rollout are of what is gone.
     "snapshot_versions": {"event_id", "written_by", "recorded_at", "model_call_id", "sealed_sha256"},
-    "failures": {"second_payload_sha256", "differing_fields"},
+    "failures": {
+        "second_payload_sha256",
+        "differing_fields",
+        "second_fingerprint",
+        "second_fingerprint_version",
+        "second_context_len",
+        "second_context_digest",
+    },
     "intents": {*_KEYS, "model_call_id", "begun_at", "written_by", "refusal_code"},
     "entries": {*_KEYS, "committed_at", "written_by"},
     "exports": {

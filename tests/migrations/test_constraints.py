@@ -216,6 +216,7 @@ VIOLATIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("staged_calls", "ck_staged_calls_weight_version", OTHER | {"weight_version": -1}),
     ("staged_calls", "ck_staged_calls_token_width", OTHER | {"token_width": 3}),
     ("staged_calls", "ck_staged_calls_payload_sha256", OTHER | {"payload_sha256": ""}),
+    ("staged_calls", "ck_staged_calls_attachments_sha256", OTHER | {"attachments_sha256": ""}),
     ("staged_attachments", "pk_staged_attachments", {}),
     ("staged_attachments", "fk_staged_attachments_call", OTHER),
     ("staged_attachments", "ck_staged_attachments_kind", {"name": "other", "kind": "pickle"}),

@@ -17,7 +17,7 @@ from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
 from tests.support.staged import stage
 from tokencustody import TokenCaptureSnapshot, open_store
-from tokencustody.audit import ExportOptions, RolloutFilter, export
+from tokencustody.audit import ExportOptions, RolloutFilter, export, verify
 from tokencustody.audit.retention import Retention, Settled
 from tokencustody.errors import CorruptEntryError, PayloadConflictError, StagedCallMissingError
 from tokencustody.sql import tables
@@ -234,3 +234,37 @@ async def test_a_rollout_that_was_sealed_before_the_ledger_was_is_checked_as_it_
         await run_sql(store_url, "DELETE FROM ledger_calls")
         with pytest.raises(CorruptEntryError):
             await store.source.freeze("rollout-1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM staged_attachments WHERE name = 'a'",
+        "DELETE FROM staged_attachments",
+        "UPDATE staged_attachments SET name = 'c', row_sha256 = NULL WHERE name = 'a'",
+        "INSERT INTO staged_attachments (run, rollout_id, model_call_id, name, kind, data, data_sha256)"
+        " SELECT run, rollout_id, model_call_id, 'c', kind, data, data_sha256 FROM staged_attachments WHERE name = 'a'",
+    ],
+)
+async def test_attachments_that_are_gone_new_or_renamed_behind_a_freeze_are_noticed(
+    store_url: str, change: str
+) -> None:
+    async with open_store(store_url, run="run-1") as store:
+        for call in ("early", "without"):
+            record = stage(call, rollout="rollout-1").snapshot
+            attachments = {"a": b"1", "b": "2"} if call == "early" else None
+            assert (await asyncio.to_thread(store.staging.stage, record, attachments=attachments)).ok
+        before = await frozen(store)
+        assert await store.source.freeze("rollout-1") == before
+        await run_sql(store_url, change)
+        with pytest.raises(CorruptEntryError, match="early of rollout rollout-1 of run run-1"):
+            await store.source.freeze("rollout-1")
+        with pytest.raises(CorruptEntryError, match="early"):
+            await asyncio.to_thread(store.staging.fetch_attachments, "rollout-1/early")
+        assert await asyncio.to_thread(store.staging.fetch_attachments, "rollout-1/without") == {}
+    findings = (await asyncio.to_thread(verify, store_url)).findings
+    assert ("attachment", "early") in {(found.rule, found.model_call_id) for found in findings}
+    async with open_store(store_url, run="run-1") as store:
+        # Its framework may delete what it has read, with all that is attached.
+        await asyncio.to_thread(store.staging.delete, ["rollout-1/early"])
+        assert await store.source.freeze("rollout-1") == before

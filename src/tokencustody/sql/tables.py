@@ -355,6 +355,8 @@ staged_calls = Table(
     Column("payload", LargeBinary, nullable=False),
     Column("payload_sha256", Text, nullable=False),
     Column("extras", LargeBinary),
+    # Which attachments it was staged with: see `store.attachments`. Calls from before revision 0005 do not say.
+    Column("attachments_sha256", Text),
     PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_staged_calls"),
     CheckConstraint("mode IN ('text', 'token_in')", name="ck_staged_calls_mode"),
     CheckConstraint("prev_len >= 0", name="ck_staged_calls_prev_len"),
@@ -363,6 +365,7 @@ staged_calls = Table(
     CheckConstraint("weight_version >= 0", name="ck_staged_calls_weight_version"),
     CheckConstraint("token_width IN (2, 4, 8)", name="ck_staged_calls_token_width"),
     CheckConstraint("length(payload_sha256) = 64", name="ck_staged_calls_payload_sha256"),
+    CheckConstraint("length(attachments_sha256) = 64", name="ck_staged_calls_attachments_sha256"),
 )
 
 staged_attachments = Table(

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,15 @@ def pack_attachments(attachments: Mapping[str, Any] | None) -> list[dict[str, An
     if not isinstance(attachments, Mapping):
         raise TypeError(f"attachments must be a mapping of names, not {type(attachments).__name__}")
     return [_packed(name, value) for name, value in attachments.items()]
+
+
+def attachments_sha256(rows: Iterable[tuple[str, str | None]]) -> str:
+    """Return the hash (hex) of which attachments a call has, given each one's name and `row_sha256`.
+
+    It is the SHA-256 of one line of JSON, in ASCII and without spaces: a list of [name, row_sha256] in order of names.
+    """
+    named = sorted([name, sha256] for name, sha256 in rows)
+    return hashlib.sha256(json.dumps(named, separators=(",", ":")).encode()).hexdigest()
 
 
 def unpack_attachment(row: Any) -> Any:

@@ -4,8 +4,8 @@ It is the SHA-256 of one line of JSON, in ASCII and without spaces, with four li
 complete record and [call id, refusal code or null, whether it was refused] for each intent, in the order of their ids;
 then [position, hash of the row] for each call and for each failure in the ledger, the hash as in `sql.row_hash`.
 Nothing of that changes behind a fence but the ledger, and a version for which a row came late is sealed anew. The marks
-have their own rows in the history. What is attached to a staged call has its hash in the call's row, for staged calls
-outlive the rollout.
+have their own rows in the history. Staged calls outlive the rollout, so each has in its own row the hash of what was
+attached to it, and is checked by that.
 
 Seals of revision 0004 have no version: [call id, payload_sha256] and [call id, refusal code or null].
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,10 @@ from tokencustody.sql.tables import (
     ledger_calls,
     ledger_failures,
     snapshot_versions,
+    staged_attachments,
+    staged_calls,
 )
+from tokencustody.store.attachments import attachments_sha256
 from tokencustody.store.fence import SEAL_VERSION, Fence, RolloutKey, Stamp, advance_txn, of_rollout
 
 SEAL_VERSIONS = (None, SEAL_VERSION)
@@ -37,6 +41,12 @@ SEAL_VERSIONS = (None, SEAL_VERSION)
 _LEDGER = (ledger_calls, ledger_failures)
 _CALLS = select(entries.c.model_call_id, entries.c.payload_sha256).where(of_rollout(entries))
 _BESIDE = [select(table).where(of_rollout(table)) for table in (intents, *_LEDGER)]
+_ATTACHED = select(staged_calls.c.model_call_id, staged_calls.c.attachments_sha256).where(
+    of_rollout(staged_calls), staged_calls.c.attachments_sha256.is_not(None)
+)
+_ATTACHMENTS = select(
+    staged_attachments.c.model_call_id, staged_attachments.c.name, staged_attachments.c.row_sha256
+).where(of_rollout(staged_attachments))
 _SEAL = (
     select(snapshot_versions.c.sealed_sha256, snapshot_versions.c.seal_version)
     .where(of_rollout(snapshot_versions), snapshot_versions.c.sealed_sha256.is_not(None))
@@ -97,7 +107,8 @@ def is_sealed(seal: Any | None, held: Held) -> bool:
 
 
 def check_seal_txn(connection: Connection, key: RolloutKey, held: Held) -> None:
-    """Raise CorruptEntryError unless a frozen rollout holds what it held when it was sealed.
+    """Raise CorruptEntryError unless a frozen rollout holds what it held when it was sealed, and its staged calls have
+    the attachments that they were staged with.
 
     One that was frozen before revision 0004 has no seal.
     """
@@ -108,6 +119,19 @@ def check_seal_txn(connection: Connection, key: RolloutKey, held: Held) -> None:
             "when it was frozen: some were removed, added or changed; find them with tokencustody verify, and restore "
             "it from a backup"
         )
+    _check_attachments_txn(connection, key)
+
+
+def _check_attachments_txn(connection: Connection, key: RolloutKey) -> None:
+    attached: defaultdict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    for call, name, sha256 in connection.execute(_ATTACHMENTS, key.named()):
+        attached[call].append((name, sha256))
+    for call, sha256 in connection.execute(_ATTACHED, key.named()):
+        if sha256 != attachments_sha256(attached[call]):
+            raise CorruptEntryError(
+                f"staged call {call} of rollout {key.rollout_id} of run {key.run} does not have the attachments that "
+                "it was staged with: some were removed, added or changed; restore them from a backup"
+            )
 
 
 class LateRows:

@@ -45,7 +45,12 @@ from tokencustody.sql.tables import (
 )
 from tokencustody.staging.digest import hash_token_ids
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult, staging_key
-from tokencustody.store.attachments import IDENTITY_COLUMNS, pack_attachments, unpack_attachment
+from tokencustody.store.attachments import (
+    IDENTITY_COLUMNS,
+    attachments_sha256,
+    pack_attachments,
+    unpack_attachment,
+)
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, DatabaseClient, now
 from tokencustody.store.fence import RolloutKey, Stamp, advance_txn, find_fence_txn
 from tokencustody.store.ids import check_call_id, check_rollout_id
@@ -156,17 +161,22 @@ class SqlStagingStore(DatabaseClient):
         """
         (parsed,) = _parsed([key]).values()
 
-        def read(connection: Connection) -> Sequence[Any] | None:
-            if parsed is None or not connection.scalar(
-                select(_CALL.model_call_id).where(self._of_call(staged_calls, parsed))
-            ):
-                return None
-            this_call = self._of_call(staged_attachments, parsed)
-            return connection.execute(select(staged_attachments).where(this_call)).all()
+        def read(connection: Connection) -> tuple[Any, Sequence[Any]]:
+            if parsed is None:
+                return None, ()
+            call = select(*_IDS, _CALL.attachments_sha256).where(self._of_call(staged_calls, parsed))
+            attached = select(staged_attachments).where(self._of_call(staged_attachments, parsed))
+            return connection.execute(call).one_or_none(), connection.execute(attached).all()
 
-        rows = self._background.run(lambda: self._database.read(read))
-        if rows is None:
+        call, rows = self._background.run(lambda: self._database.read(read))
+        if call is None:
             raise StagedCallMissingError([key])
+        held = attachments_sha256((row.name, row.row_sha256) for row in rows)
+        if call.attachments_sha256 not in (None, held):
+            raise CorruptEntryError(
+                f"{where(call)} does not have the attachments that it was staged with: some were removed, added or "
+                "changed; restore them from a backup"
+            )
         for row in rows:
             if not is_proven(staged_attachments, row):
                 raise CorruptEntryError(
@@ -277,6 +287,7 @@ class SqlStagingStore(DatabaseClient):
         attached = [identity | attachment for attachment in attachments]
         for each in attached:
             each[HASH_COLUMN] = row_sha256(staged_attachments, each)
+        row["attachments_sha256"] = attachments_sha256((each["name"], each[HASH_COLUMN]) for each in attached)
 
         rollout = RolloutKey(self.run, key[0])
 

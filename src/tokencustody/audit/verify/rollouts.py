@@ -111,7 +111,8 @@ def _check(key: RolloutKey, rows: Rows, elsewhere: _Elsewhere, found: Found) -> 
         found,
     )
     check_staged(key, rows[staged_calls], malformed[staged_calls], recorded, found)
-    check_attachments(key, rows[staged_attachments], there[staged_calls], found)
+    hashes = {row.model_call_id: row.attachments_sha256 for row in rows[staged_calls]}
+    check_attachments(key, rows[staged_attachments], there[staged_calls], hashes, found)
     # By call, so that what is wrong with one stands together; databases differ in how they order text.
     found.findings[first:] = sorted(found.findings[first:], key=lambda finding: finding.model_call_id)
 

@@ -19,7 +19,7 @@ from tokencustody.sql.staged_codec import unpack_call, unpack_extras
 from tokencustody.sql.tables import AttachmentKind, staged_attachments
 from tokencustody.staging.digest import compute_chain_hash
 from tokencustody.staging.records import StagedCallBaseSnapshot
-from tokencustody.store.attachments import AttachedBuffer, unpack_attachment
+from tokencustody.store.attachments import AttachedBuffer, attachments_sha256, unpack_attachment
 from tokencustody.store.fence import RolloutKey
 
 _RESTORE = "restore the row from a backup"
@@ -138,8 +138,24 @@ class _Checker:
             self._continues(call, parent.cum_len, parent.chain_hash)
 
 
-def check_attachments(key: RolloutKey, rows: Sequence[Any], staged: Collection[str], found: Found) -> None:
-    """Check the attachments of a rollout's staged calls, which are those in `staged`."""
+def check_attachments(
+    key: RolloutKey,
+    rows: Sequence[Any],
+    staged: Collection[str],
+    hashes: Mapping[str, str | None],
+    found: Found,
+) -> None:
+    """Check the attachments of a rollout's staged calls, which are those in `staged`.
+
+    `hashes` say, for those of them that make sense, which attachments they were staged with.
+    """
+    attached: defaultdict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    for row in rows:
+        attached[row.model_call_id].append((row.name, row.row_sha256))
+    for call_id, sha256 in hashes.items():
+        if sha256 not in (None, attachments_sha256(attached[call_id])):
+            text = f"it has not the attachments that it was staged with: some are gone, new or changed; {_RESTORE}"
+            found.add(key, Rule.ATTACHMENT, text, call_id)
     for row in rows:
         found.counts.attachments += 1
         found.counts.bytes += len(row.data)

@@ -41,6 +41,9 @@ SECOND = {
     "second_context_digest": "TEXT",
 }
 
+# Which attachments a call was staged with. What was staged before says nothing.
+ATTACHED = "CONSTRAINT ck_staged_calls_attachments_sha256 CHECK (length(attachments_sha256) = 64)"
+
 # Rows of which the older revision can make nothing, or what it would misread, and why.
 LATE = {
     "snapshot_versions": ("event LIKE 'late_%'", "versions are of rows that came after a freeze"),
@@ -59,6 +62,7 @@ def upgrade() -> None:
         op.execute(f"ALTER TABLE ledger_calls ADD COLUMN {column} {kind}")
     for column, kind in SECOND.items():
         op.execute(f"ALTER TABLE failures ADD COLUMN {column} {kind}")
+    op.execute(f"ALTER TABLE staged_calls ADD COLUMN attachments_sha256 TEXT {ATTACHED}")
     if op.get_context().dialect.name == "postgresql":
         op.execute("ALTER TABLE snapshot_versions ADD COLUMN seal_version BIGINT")
         _set_constraints((*EVENTS, *LATE_EVENTS), REFUSAL)
@@ -105,6 +109,7 @@ def downgrade() -> None:
         op.execute(f"ALTER TABLE ledger_calls DROP COLUMN {column}")
     for column in SECOND:
         op.execute(f"ALTER TABLE failures DROP COLUMN {column}")
+    op.execute("ALTER TABLE staged_calls DROP COLUMN attachments_sha256")
     op.drop_index("ix_ledger_failures_model_call_id", "ledger_failures")
     if dialect == "postgresql":
         op.execute("ALTER TABLE snapshot_versions DROP COLUMN seal_version")
