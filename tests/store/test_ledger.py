@@ -23,6 +23,7 @@ from tokencustody.errors import (
 from tokencustody.protocols import CaptureLedger
 from tokencustody.sql import tables
 from tokencustody.staging.records import RolloutManifest
+from tokencustody.store.ledger_rows import flat
 
 NEXT = continuation(REQUEST, "Paris.", "And of Spain?")
 
@@ -312,6 +313,26 @@ async def test_rows_without_a_response_id_can_be_carried_along(store: CaptureSto
     assert failures_of(await store.lineage.manifest("attempt-2")) == [
         ("call-1", "ledger_row_missing_response_id")
     ]
+
+
+@pytest.mark.parametrize("lacking", ["chain_hash", "cumulative_hash"])
+@pytest.mark.parametrize("is_flat", [False, True])
+async def test_rows_without_a_hash_are_carried_along_as_failed_and_are_no_parents(
+    store: CaptureStore, lacking: str, is_flat: bool
+) -> None:
+    await store.lineage.record(make_commit())
+    (row,) = await store.lineage.export_rows("rollout-1")
+    del row["record"][lacking]
+    await store.lineage.import_rows("attempt-2", [flat(row) if is_flat else row])
+    manifest = await store.lineage.manifest("attempt-2")
+    assert (calls_of(manifest), failures_of(manifest)) == (
+        [],
+        [("call-1", "ledger_row_missing_chain_hash")],
+    )
+    assert (await store.lineage.resolve("attempt-2", NEXT)).status == "unresolved"
+    (again,) = await store.lineage.export_rows("attempt-2")
+    await store.lineage.import_rows("attempt-3", [again])
+    assert failures_of(await store.lineage.manifest("attempt-3")) == failures_of(manifest)
 
 
 async def test_a_lost_answer_never_becomes_a_conflict_or_a_second_row(

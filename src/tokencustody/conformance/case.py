@@ -62,7 +62,7 @@ async def detect(transport: Transport) -> None:
         transport.note(RECORDS, True, "every sink and source")
         for client, methods in ((sink, SINK_METHODS), (source, SOURCE_METHODS)):
             for method in methods:
-                present = callable(getattr(client, method, None))
+                present = _has(client, method)
                 verb = "has" if present else "has no"
                 transport.note(method, present, f"{type(client).__name__} {verb} method {method}")
     for name, given in (("lineage", transport.lineage_factory), ("namespaces", transport.other_namespace)):
@@ -88,6 +88,17 @@ async def _detect_optional(transport: Transport, name: str, methods: dict[str, s
         if name == "staging":
             takes = _takes_attachments(client.stage)
             transport.note(ATTACHMENTS, takes, f"stage {'takes' if takes else 'does not take'} attachments")
+
+
+def _has(client: Any, name: str) -> bool:
+    method = getattr(client, name, None)
+    if name not in SOURCE_METHODS or not callable(method):
+        return callable(method)
+    try:
+        # A method for one rollout by that name is another one than that for batches.
+        return "rollout_id" not in inspect.signature(method).parameters
+    except ValueError:  # a function without a signature, such as one written in C
+        return True
 
 
 def _takes_attachments(stage: Callable[..., Any]) -> bool:
