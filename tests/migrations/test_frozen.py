@@ -14,6 +14,7 @@ from sqlalchemy import Connection, MetaData, Table, create_engine, insert, selec
 from sqlalchemy.pool import NullPool
 
 from tests.migrations import freeze, probes
+from tests.support.ledger import make_commit
 from tokencustody import TokenCaptureRetiredError, TokenCaptureSnapshot, open_store
 from tokencustody.errors import PayloadConflictError, SchemaMismatchError
 from tokencustody.sql import migrate
@@ -148,3 +149,31 @@ async def test_a_frozen_database_survives_going_down_to_its_revision_and_up_agai
     assert migrate.current(frozen_url) == revision
     migrate.upgrade(frozen_url)
     assert counts() == before
+
+
+async def test_what_the_revision_before_cannot_hold_keeps_a_database_from_going_back(empty_url: str) -> None:
+    migrate.upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        await store.lineage.record_failure("reasons", "call", "one")
+        await store.lineage.record_failure("reasons", "call", "another")
+        await store.sink.refuse_call("refused", model_call_id="call", code=None)
+        await store.source.freeze("late")
+        await store.lineage.record(make_commit("late"))
+        for rollout, said in (
+            ("late", "1 versions are of rows that came after a freeze"),
+            ("refused", "1 refusals have no code"),
+            ("reasons", "1 failed calls have more than one reason"),
+        ):
+            with pytest.raises(SchemaMismatchError, match=f"{said}, which revision 0004_audit cannot hold"):
+                migrate.downgrade(empty_url, "0004_audit")
+            await store.source.delete([rollout])
+        await store.lineage.record(make_commit("kept"))
+        kept = await store.lineage.manifest("kept")
+        snapshot = await store.source.freeze("kept")
+    assert migrate.downgrade(empty_url, "0004_audit") == (migrate.HEAD, "0004_audit")
+    migrate.upgrade(empty_url)
+    async with open_store(empty_url) as store:
+        assert await store.lineage.manifest("kept") == kept
+        assert await store.source.freeze("kept") == snapshot
+        await store.lineage.record(make_commit("kept"))  # the same again
+        assert (await store.source.freeze("kept")) == snapshot
