@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -57,6 +58,12 @@ def default_coalesce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         defaults = made.__init__.__kwdefaults__
         monkeypatch.setitem(defaults or {}, "coalesce", mode)
     return mode
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C end what the tests start. In the background of a shell it is ignored, and all below inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

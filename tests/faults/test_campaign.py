@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from campaigns import driver
 from campaigns.history import Outcome
-from campaigns.report import Campaign, Summary
+from campaigns.report import Campaign
 from tests.support.machine import needs_mounts, needs_program
 
 _POINTS = {"before commit", "after commit, before acknowledgement", "inside a coalesced batch"}
 
 
-def _run(database: str, folder: Path, faults: list[str], **options: int) -> Summary:
-    campaign = Campaign(database=database, faults=["kill", "points", *faults], **options)
-    summary = driver.run(campaign, folder)
-    assert summary.passed, summary.as_json()
-    return summary
+# On a loaded machine one campaign may end before every fault struck, so others follow.
+_MOST_CAMPAIGNS = 5
 
 
-def _assert_everything_happened(summary: Summary) -> None:
-    names = {name for name in summary.campaign.faults if name != "points"}
-    assert not names - {name for name, count in summary.struck.items() if count}
-    assert set(summary.killed) == {*_POINTS, "from outside"}
-    answered = {
-        outcome: sum(count for (_, each), count in summary.outcomes.items() if each == outcome)
-        for outcome in Outcome
-    }
-    # A campaign in which most is unknown proves little.
+def _run(database: str, folder: Path, faults: list[str], *also: str, **options: int) -> None:
+    """Run campaigns that break no promise until everything has happened that can, and what `also` names."""
+    struck, killed, stats, answered = (Counter[str]() for _ in range(4))
+    wanted = {"kill", *faults, *also}
+    points = {*_POINTS, "from outside"}
+    for seed in range(1, _MOST_CAMPAIGNS + 1):
+        campaign = Campaign(database=database, faults=["kill", "points", *faults], seed=seed, **options)
+        here = folder / str(seed)
+        here.mkdir()
+        summary = driver.run(campaign, here)
+        assert summary.passed, summary.as_json()
+        struck += summary.struck
+        killed += summary.killed
+        stats += summary.stats
+        for (_, outcome), count in summary.outcomes.items():
+            answered[outcome] += count
+        happened = {name for name, count in (struck + stats).items() if count}
+        if wanted <= happened and set(killed) == points and answered[Outcome.ERROR]:
+            break
+    assert not wanted - happened
+    assert set(killed) == points
+    # Campaigns in which most is unknown prove little.
     assert answered[Outcome.OK] > answered[Outcome.UNKNOWN] > 0
     assert answered[Outcome.ERROR]
 
 
 def test_no_promise_is_broken_on_sqlite_by_kills_a_held_lock_and_a_full_disk(tmp_path: Path) -> None:
     needs_mounts()
-    summary = _run(
-        "sqlite", tmp_path, ["lock", "disk"], seed=1, operations=1200, fault_every=120, kill_every=32
-    )
-    _assert_everything_happened(summary)
+    _run("sqlite", tmp_path, ["lock", "disk"], operations=1200, fault_every=120, kill_every=32)
 
 
 def test_no_promise_is_broken_on_postgresql_by_kills_crashes_and_a_bad_network(tmp_path: Path) -> None:
     faults = ["restart", "crash", "terminate", "reset", "cut", "black-hole"]
-    summary = _run("postgresql", tmp_path, faults, seed=1, operations=1200, fault_every=110, kill_every=32)
-    _assert_everything_happened(summary)
-    assert summary.struck["cuts"]
-    assert summary.stats["retries"]
+    _run("postgresql", tmp_path, faults, "cuts", "retries", operations=1200, fault_every=110, kill_every=32)
 
 
 def test_no_promise_is_broken_behind_pgbouncer_by_kills_crashes_and_its_own_end(tmp_path: Path) -> None:
     needs_program("pgbouncer", package="pgbouncer")
     faults = ["restart", "crash", "terminate", "bouncer"]
-    summary = _run("pgbouncer", tmp_path, faults, seed=1, operations=1200, fault_every=120, kill_every=32)
-    _assert_everything_happened(summary)
+    _run("pgbouncer", tmp_path, faults, operations=1200, fault_every=120, kill_every=32)

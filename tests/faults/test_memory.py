@@ -51,7 +51,7 @@ async def measured(call):
     return result, {"peak": resident("VmHWM") - before, "kept": resident("VmRSS") - before}
 
 async def main():
-    async with open_store(sys.argv[1]) as store:
+    async with open_store(sys.argv[1], deadline=600) as store:
         await store.source.freeze("warm-up")
         request = [*REQUEST, {"role": "assistant", "content": "answer 9998" + "." * 2000}]
         resolution, resolving = await measured(store.lineage.resolve("rollout-1", request))
@@ -102,11 +102,11 @@ async def test_a_freeze_of_ten_thousand_calls_holds_the_snapshot_and_not_the_pac
     needs_linux("/proc, which tells what is resident")
     made, packed = rows()
     assert packed > 3 * MOST_HELD
-    async with open_store(store_url) as store:
+    async with open_store(store_url, deadline=600) as store:
         await store.sink.begin_call("rollout-1", "call-00000")
         await store.sink._database.write(lambda connection: connection.execute(insert(entries), made))
     command = [sys.executable, "-c", MEASURE, store_url]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)  # noqa: ASYNC221
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)  # noqa: ASYNC221
     measured = json.loads(ended.stdout)
     assert (measured["calls"], measured["status"]) == (CALLS, "resolved")
     assert measured["most"] - measured["held"] < MOST_HELD, measured

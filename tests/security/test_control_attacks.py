@@ -30,7 +30,7 @@ from tokencustody.sql.stats import none_counted
 
 BEARER = f"Authorization: Bearer {TOKEN}\r\n".encode()
 # What a person would call for ever; the time-outs under test are far below.
-PATIENCE = 20.0
+PATIENCE = 300.0
 
 
 def request(
