@@ -74,7 +74,8 @@ class RolloutState(NamedTuple):
     `snapshot_id` is None also when a freeze whose answer nobody got raised the fence. `intents` are the refusal codes
     by call, None where it dangles, without those that make no difference: where an entry has come or the rollout is
     marked; a frozen rollout has one dangling intent for all. `records` and `failures` are the ledger, in commit order.
-    `snapshot_ids` are all that were ever handed out: they survive a delete.
+    `doubts` are the conversations of both payloads of calls that conflict. `snapshot_ids` are all that were ever handed
+    out: they survive a delete.
     """
 
     fence: str = OPEN
@@ -83,6 +84,7 @@ class RolloutState(NamedTuple):
     is_marked: bool = False
     calls: FrozenMap[Call] = FrozenMap()
     conflicting: frozenset[str] = frozenset()
+    doubts: frozenset[tuple[str, str]] = frozenset()
     intents: FrozenMap[str | None] = FrozenMap()
     records: tuple[tuple[str, Call], ...] = ()
     failures: tuple[tuple[str, str], ...] = ()
@@ -164,7 +166,8 @@ def _put(state: RolloutState, arguments: Arguments, _: Answer | None) -> tuple[R
         return state._replace(calls=state.calls.plus(call, Call.of(arguments)), intents=intents), _DONE
     if held.payload == arguments["payload"]:
         return state, _DONE
-    return state.marked(conflicting=state.conflicting | {call}), _CONFLICT
+    doubts = {(call, held.conversation), (call, arguments["conversation"])}
+    return state.marked(conflicting=state.conflicting | {call}, doubts=state.doubts | doubts), _CONFLICT
 
 
 def _begin(state: RolloutState, arguments: Arguments, _: Answer | None) -> tuple[RolloutState, Answer]:
@@ -306,11 +309,16 @@ def _resolve(state: RolloutState, arguments: Arguments, given: Answer | None) ->
     }
     recorded = {call: held for call, held in state.records if held.conversation == continued}
     candidates, kind = (complete, "complete") if complete else (recorded, "ledger")
-    if not candidates:
-        return state, _resolution("unresolved", "no_match")
-    if len({held.tokens for held in candidates.values()}) > 1:
+    # A call that conflicts is no parent, and by either of its payloads it leaves no other one as the only one.
+    doubtful = {call for call, conversation in state.doubts if conversation == continued}
+    if len(candidates.keys() | doubtful) > 1 and (
+        doubtful or len({held.tokens for held in candidates.values()}) > 1
+    ):
         return state, _resolution("unresolved", "ambiguous")
-    parent = min(candidates)
+    parents = candidates.keys() - state.conflicting
+    if not parents:
+        return state, _resolution("unresolved", "no_match")
+    parent = min(parents)
     tokens = candidates[parent].tokens
     if kind == "ledger":
         is_given = given is not None and given.value and given.value["tokens"] is not None

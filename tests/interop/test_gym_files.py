@@ -22,6 +22,8 @@ from nemo_gym.token_id_capture.staging.records import RolloutManifest
 from tests.interop.test_nemo_gym_capture import comparable, serve_rollout
 from tests.support.entries import REQUEST, continuation
 from tests.support.ledger import make_commit
+from tokencustody import open_store
+from tokencustody.audit import ExportOptions, export
 from tokencustody.audit.gym_import import GymImporter, ImportReport, Outcome
 from tokencustody.integrations.nemo_gym import SqlLineageStore, SqlTokenSource
 
@@ -261,6 +263,30 @@ async def test_an_imported_ledger_has_gyms_manifest_and_resolves_as_gyms_does(
         assert RolloutManifest.model_validate(ours) == RolloutManifest.model_validate(theirs)
         asked = continuation(REQUEST, "Paris.", "And of Spain?")
         assert await lineage.resolve("rollout-1", asked) == await gym_ledger.resolve("rollout-1", asked)
+
+
+@pytest.mark.parametrize("claimed", [None, "b" * 64])
+async def test_a_ledger_goes_to_gyms_files_and_back_with_the_fingerprint_that_its_conversation_has(
+    store_url: str, tmp_path: Path, claimed: str | None
+) -> None:
+    next_request = continuation(REQUEST, "Paris.", "And of Spain?")
+    commit = make_commit()
+    record = commit.record.model_copy(update={"continuation_fingerprint": claimed})
+    async with open_store(store_url, run="first") as store:
+        await store.lineage.record(commit.model_copy(update={"record": record}))
+        await store.source.freeze("rollout-1")
+        manifest = await store.lineage.manifest("rollout-1")
+    await export(store_url, tmp_path / "files", ExportOptions(run="first", format="gym"))
+    gyms = FileLineageStore(tmp_path / "files")
+    found = await gyms.resolve("rollout-1", next_request)
+    assert (found.match is not None, found.match.model_call_id) == (True, "call-1")
+    await import_folder(store_url, tmp_path / "files")
+    async with SqlLineageStore(store_url, run=RUN) as imported:
+        again = await imported.resolve("rollout-1", next_request)
+        assert again.match is not None
+        assert again.match.staging_chain == found.match.staging_chain
+        assert await imported.manifest("rollout-1") == manifest
+    await gyms.close()
 
 
 async def test_a_file_that_a_process_of_gym_is_writing_is_waited_for(
