@@ -142,26 +142,6 @@ async def test_a_write_whose_answer_was_lost_before_the_fence_has_still_succeede
         await METHODS[method](store)
 
 
-@pytest.mark.parametrize("fence", ["freeze", "retire", "delete"])
-async def test_a_conflicting_refusal_whose_answer_was_lost_before_the_fence_is_still_a_conflict(
-    store: CaptureStore, store_url: str, faults: Points, fence: str
-) -> None:
-    async def fence_then_lose() -> None:
-        faults.clear()
-        async with open_store(store_url, run="run-1", pool_size=3) as trainer:  # as another process
-            if fence == "freeze":
-                await trainer.source.freeze("rollout-1")
-            else:
-                await getattr(trainer.source, fence)(["rollout-1"])
-        raise connection_lost()
-
-    await store.sink.refuse_call("rollout-1", model_call_id="call-1", code="busy")
-    faults["after commit, before acknowledgement"] = fence_then_lose
-    # A rollout that was deleted is a new one, in which nothing conflicts.
-    with contextlib.nullcontext() if fence == "delete" else pytest.raises(PayloadConflictError):
-        await store.sink.refuse_call("rollout-1", model_call_id="call-1", code="other")
-
-
 async def test_a_conflict_is_kept_as_evidence_whatever_the_field_is_called(
     store: CaptureStore, store_url: str
 ) -> None:
