@@ -74,7 +74,11 @@ class StoreUnavailableError(ConnectionError):
 
     Also that it may not be relied on as it is: a SQLite file that is no longer at its path, or a mark of the rollout on
     this host that is damaged. The message says what to do.
+
+    `is_refusal`: the database answered, and refused what was asked of it, which it may allow to another call.
     """
+
+    is_refusal = False
 
 
 class AccessDeniedError(StoreUnavailableError):
@@ -82,6 +86,8 @@ class AccessDeniedError(StoreUnavailableError):
 
     The message says which of the roles that `tokencustody db grant` gives may do what; `denied` is what comes before.
     """
+
+    is_refusal = True
 
     def __init__(self, denied: str) -> None:
         super().__init__(denied)

@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from tokencustody.errors import AccessDeniedError, StoreUnavailableError
+from tokencustody.errors import StoreUnavailableError
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -59,7 +59,7 @@ class Gatherer(Generic[Item, Answer]):
     """Gathers the calls of one kind in one event loop.
 
     `run` answers a batch in the order of its items before the loop's clock reads the given time. What it raises is
-    every call's answer, except that the calls of a batch which failed for another reason than an unavailable database
+    every call's answer, except that the calls of a batch which failed for another reason than a database out of reach
     are run again one by one, so that a bad one fails alone. At most `lanes` batches run at a time.
     """
 
@@ -201,8 +201,9 @@ class Gatherer(Generic[Item, Answer]):
         try:
             return await self.run([call.item for call in calls], max(call.give_up for call in calls))
         except Exception as exc:
-            # What is denied to one call may be allowed to another, of another run.
-            if isinstance(exc, StoreUnavailableError) and not isinstance(exc, AccessDeniedError):
+            # What is denied to one call may be allowed to another, of another run; what is too large for the server, or
+            # caught by somebody's trigger, is one call.
+            if isinstance(exc, StoreUnavailableError) and not exc.is_refusal:
                 return [_copy(exc) for _ in calls]
             if len(calls) == 1:
                 return [exc]

@@ -265,9 +265,12 @@ def unavailable(
     said = (str(cause).strip().splitlines() or [""])[0]
     if getattr(cause, "sqlstate", None) == "42501":
         return AccessDeniedError(f"{url.display} denies this to its user: {said}")
-    return StoreUnavailableError(
+    error = StoreUnavailableError(
         f"{url.display} is not available{after}: {type(cause).__name__}: {said}{remedy(url, cause)}{hint}"
     )
+    failure = classify(exc)
+    error.is_refusal = started and failure is not None and failure.fault is Fault.UNAVAILABLE
+    return error
 
 
 def damage(url: DatabaseUrl, exc: BaseException) -> CorruptEntryError | None:
