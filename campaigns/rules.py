@@ -213,6 +213,7 @@ def _parent(history: _History) -> Broken:
             op
             for op, _ in history.pairs([op for op in fitting if op in stored], [read], kept=True)
             if len(history.contents(op.name, op.arguments["call"])) == 1
+            and len(history.contents("put", op.arguments["call"])) <= 1
         ]
         complete = [op for op in committed if op.name == "put"]
         if answer["reason"] == "no_match" and committed:
@@ -225,8 +226,26 @@ def _parent(history: _History) -> Broken:
             yield "the parent was guessed: calls with other tokens fit as well", (*candidates, read)
         if parent is not None and any(op.arguments["call"] < parent for op in candidates):
             yield "a smaller call id with the same tokens stands for them all", (*candidates, read)
-        if answer["reason"] == "ambiguous" and len({op.arguments["tokens"] for op in fitting}) < 2:
+        refused = [
+            op
+            for op in history.failed(CONFLICT_ERROR, "put")
+            if op.arguments["conversation"] == asked[-1] and op.arguments["call"] != parent
+        ]
+        for conflict, _ in history.pairs(refused, [read], kept=True):
+            if parent is not None:
+                yield "the parent was guessed: a call with two payloads fits as well", (conflict, read)
+        if answer["reason"] == "ambiguous" and not _could_be_ambiguous(history, fitting):
             yield "all calls that fit have the same tokens", (read,)
+
+
+def _could_be_ambiguous(history: _History, fitting: Sequence[Operation]) -> bool:
+    """Return whether several calls fit, of which some have other tokens or two payloads."""
+    calls = {op.arguments["call"] for op in fitting}
+    differ = any(
+        len({op.arguments["tokens"] for op in fitting if op.name == name}) > 1 for name in ("put", "record")
+    )
+    # Complete records and the ledger name tokens in two ways.
+    return len(calls) > 1 and (differ or any(len(history.contents("put", call)) > 1 for call in calls))
 
 
 def _false_conflict(history: _History) -> Broken:

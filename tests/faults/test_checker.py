@@ -179,6 +179,41 @@ def a_conflicting_call_is_no_parent(story: Story) -> None:
 
 
 @legal
+def a_conflicting_call_leaves_its_twin_not_as_the_only_one(story: Story) -> None:
+    story.do("put", **put("a"))
+    story.do("put", **put("b", conversation="said by a", tokens="tokens of a p"))
+    story.do("put", error=CONFLICT, **put("b", "q", conversation="said by a", tokens="tokens of a p"))
+    story.do("resolve", resolution("unresolved", "ambiguous"), conversations=["said by a"])
+
+
+@legal
+def a_second_payload_leaves_its_twin_not_as_the_only_one(story: Story) -> None:
+    story.do("put", **put("a"))
+    story.do("put", **put("b"))
+    story.do("put", error=CONFLICT, **put("b", "q", conversation="said by a"))
+    story.do("resolve", resolution("unresolved", "ambiguous"), conversations=["said by a"])
+    story.do("resolve", resolution("unresolved", "no_match"), conversations=["said by b"])
+
+
+@legal
+def a_conflicting_call_is_in_the_way_of_the_ledger(story: Story) -> None:
+    story.do("put", **put("a", "p"))
+    story.do("put", error=CONFLICT, **put("a", "q"))
+    story.do("record", **put("a", "p"))
+    story.do("resolve", resolution("unresolved", "no_match"), conversations=["said by a"])
+    story.do("record", **put("b", conversation="said by a", tokens="tokens of a p"))
+    story.do("resolve", resolution("unresolved", "ambiguous"), conversations=["said by a"])
+
+
+@legal
+def the_smallest_of_interchangeable_ledger_rows_is_the_parent(story: Story) -> None:
+    story.do("record", **put("b", conversation="said by a", tokens="tokens of a p"))
+    story.do("record", **put("a"))
+    found = resolution("resolved", parent="a", tokens="tokens of a p", kind="ledger")
+    story.do("resolve", found, conversations=["said by a"])
+
+
+@legal
 def a_delta_on_a_missing_call_cannot_be_proven(story: Story) -> None:
     story.do("put", **put("b", parent="a", delta=True, continues="tokens of a p"))
     story.do("resolve", error="LineageError", conversations=["said by b"])

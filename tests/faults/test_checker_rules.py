@@ -185,6 +185,30 @@ def interchangeable_parents_are_called_ambiguous(story: Story) -> None:
 
 
 @breaks("wrong parent")
+def a_parent_is_guessed_beside_a_call_with_two_payloads(story: Story) -> None:
+    story.do("put", **put("a"))
+    story.do("put", **put("b", conversation="said by a", tokens="tokens of a p"))
+    story.do("put", error=CONFLICT, **put("b", "q", conversation="said by a", tokens="tokens of a p"))
+    story.do("resolve", resolution("resolved", **COMPLETE), conversations=["said by a"])
+
+
+@breaks("wrong parent")
+def a_ledger_row_is_guessed_beside_a_call_with_two_payloads(story: Story) -> None:
+    story.do("put", **put("b", conversation="said by a"))
+    story.do("put", error=CONFLICT, **put("b", "q", conversation="said by a"))
+    story.do("record", **put("a"))
+    found = COMPLETE | {"kind": "ledger"}
+    story.do("resolve", resolution("resolved", **found), conversations=["said by a"])
+
+
+@breaks("wrong parent")
+def a_call_with_two_payloads_alone_is_called_ambiguous(story: Story) -> None:
+    story.do("put", **put("a"))
+    story.do("put", error=CONFLICT, **put("a", "q"))
+    story.do("resolve", resolution("unresolved", "ambiguous"), conversations=["said by a"])
+
+
+@breaks("wrong parent")
 def a_ledger_row_goes_before_a_complete_record(story: Story) -> None:
     story.do("put", **put("a"))
     story.do("record", **put("b", conversation="said by a"))

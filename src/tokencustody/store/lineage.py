@@ -139,7 +139,6 @@ _ROW = select(
     and_(
         _RECORDED.chain_hash.is_not(None),
         _RECORDED.cumulative_hash != "",
-        _RECORDED.cumulative_hash != "",
         func.coalesce(_RECORDED.response_id, "") != "",
         ~is_conflicting(_RECORDED.model_call_id),
     ).label("is_parent"),
