@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import asyncpg
 import pytest
@@ -12,7 +13,11 @@ from tests.faults.methods import METHODS, Method, right_answer
 from tests.support.entries import make_entry
 from tests.support.staged import stage
 from tokencustody import SqlStagingStore, open_store
-from tokencustody.sql import connecting
+from tokencustody.sql import connecting, postgresql
+
+# What a pooler says before it closes the connection of a client, which may not have seen the end yet.
+_FAREWELL_FIELDS = b"SFATAL\0VFATAL\0C08P01\0Mserver conn crashed?\0\0"
+_FAREWELL = b"E" + (4 + len(_FAREWELL_FIELDS)).to_bytes(4, "big") + _FAREWELL_FIELDS
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +36,32 @@ async def test_a_call_on_a_connection_that_was_forgotten_succeeds_within_its_dea
         assert right_answer(method, "rollout-1", answer)
         assert method.after is None or await method.after(store, "rollout-1")
         assert store.stats()["retries_timeout"] >= 1
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+async def test_a_call_on_a_connection_that_was_said_to_end_while_it_lay_idle_succeeds(
+    postgres_url: str, relay: ChaosRelay, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that what is said first on a connection is a question of its own, not of a transaction.
+    monkeypatch.setattr(postgresql, "_ASK_AGAIN", 0)
+    connect, drivers = postgresql.connect, []
+
+    async def watched(*args: Any, **options: Any) -> Any:
+        drivers.append(await connect(*args, **options))
+        return drivers[-1]
+
+    monkeypatch.setattr(postgresql, "connect", watched)
+    async with open_store(relay.url(postgres_url)) as store:
+        await method.prepare(store, "rollout-1")
+        await METHODS["stage"].run(store, "rollout-0")  # it has connections of its own
+        idle = [driver for driver in drivers if not driver.is_closed()]
+        assert idle
+        for driver in idle:
+            driver._protocol.data_received(_FAREWELL)
+        answer = await method.run(store, "rollout-1")
+        assert right_answer(method, "rollout-1", answer)
+        assert method.after is None or await method.after(store, "rollout-1")
+        assert store.stats()["retries_connection"] >= 1
 
 
 async def test_one_silent_connection_is_enough_to_distrust_all_that_lay_idle_beside_it(

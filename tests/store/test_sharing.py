@@ -500,11 +500,11 @@ def before_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[
     write_together, write = Doors.write_together, Doors.write
     happening: dict[str, Callable[[], Awaitable[None]]] = {}
 
-    async def watched_alone(self: Any, work: Any) -> Any:
+    async def watched_alone(self: Any, work: Any, **options: Any) -> Any:
         put = getattr(work, "__self__", None)
         if isinstance(put, Put) and (happen := happening.pop(put.entry.model_call_id, None)) is not None:
             await happen()
-        return await write(self, work)
+        return await write(self, work, **options)
 
     async def watched(self: Any, write: Any, item: Any, **options: Any) -> Any:
         if (happen := happening.pop(item.key[2], None)) is not None:

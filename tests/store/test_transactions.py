@@ -352,6 +352,19 @@ def test_a_plan_that_is_out_of_date_is_made_anew() -> None:
     assert classify(asyncpg.FeatureNotSupportedError("no")) == Failure(Fault.UNAVAILABLE)
 
 
+def test_a_connection_at_its_end_is_lost_and_a_wrong_argument_is_not() -> None:
+    lost = Failure(Fault.LOST, Cause.CONNECTION)
+    for error in (
+        asyncpg.InternalClientError("cannot switch to state 15; another operation (2) is in progress"),
+        asyncpg.InterfaceError("connection is closed"),
+    ):
+        assert classify(error) == lost
+        translated = DriverError()
+        translated.__cause__ = error
+        assert classify(DBAPIError("SELECT", {}, translated)) == lost
+    assert classify(asyncpg.DataError("invalid input for query argument $1")) is None
+
+
 @pytest.mark.parametrize(("code", "name"), sqlite_codes().items())
 def test_each_code_of_sqlite_is_decided(code: int, name: str) -> None:
     driver = DriverError(sqlite_errorcode=code)

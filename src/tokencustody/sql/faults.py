@@ -207,7 +207,8 @@ def classify(exc: BaseException) -> Failure | None:
         return _UNAVAILABLE  # a socket or a certificate of somebody else
     if isinstance(cause, TimeoutError | PoolTimeoutError):
         return Failure(Fault.LOST, Cause.TIMEOUT)
-    if isinstance(cause, OSError) or (isinstance(exc, DBAPIError) and exc.connection_invalidated):
+    is_invalidated = isinstance(exc, DBAPIError) and exc.connection_invalidated
+    if isinstance(cause, OSError) or is_invalidated or is_at_its_end(cause):
         return Failure(Fault.LOST, Cause.CONNECTION)
     return None
 
@@ -232,6 +233,17 @@ def _is_outdated(cause: BaseException | None) -> bool:
     while cause is not None and not isinstance(cause, asyncpg.InvalidCachedStatementError):
         cause = cause.__cause__
     return cause is not None
+
+
+def is_at_its_end(exc: BaseException | None) -> bool:
+    """Return whether asyncpg says, itself or by SQLAlchemy, that the connection can be used no more.
+
+    It is closed, or it has got, while it lay idle, what a pooler or a server says before closing it.
+    """
+    while exc is not None and not isinstance(exc, asyncpg.InterfaceError | asyncpg.InternalClientError):
+        exc = exc.__cause__
+    # A wrong argument is an InterfaceError too.
+    return isinstance(exc, asyncpg.InternalClientError) or (exc is not None and " is closed" in str(exc))
 
 
 def is_held(exc: BaseException) -> bool:

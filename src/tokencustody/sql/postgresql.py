@@ -38,7 +38,7 @@ from tokencustody.sql.engine import (
     Work,
     forget_error,
 )
-from tokencustody.sql.faults import Fault, classify, is_held, reach
+from tokencustody.sql.faults import Fault, classify, is_at_its_end, is_held, reach
 from tokencustody.sql.url import DatabaseUrl
 
 # Seconds after which a server that was found to sync its commits is asked again.
@@ -174,6 +174,10 @@ class PostgresqlEngines(Engines):
                 if driver.rested_since is not None:
                     self._fell_silent = time.monotonic()
                     driver.terminate()
+                raise
+            except Exception as exc:
+                if is_at_its_end(exc):
+                    await connection.invalidate()
                 raise
 
     async def _ask_for_fsync(self, driver: Driver) -> None:
