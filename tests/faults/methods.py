@@ -211,7 +211,13 @@ METHODS: dict[str, Method] = {
         soft=True,
     ),
     "late stage": Method(
-        _both(_OPEN, _freeze), _stage(), versions=1, answer=True, after=_is_staged, soft=True
+        # Once the staging store has a connection of its own.
+        _both(_stage("call-0"), _both(_OPEN, _freeze)),
+        _stage(),
+        versions=1,
+        answer=True,
+        after=_is_staged,
+        soft=True,
     ),
     "conflicting stage": Method(
         _stage(), _stage(added=[9]), versions=None, answer=False, after=_is_staged, soft=True
