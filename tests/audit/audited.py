@@ -51,6 +51,7 @@ def fill(url: str) -> None:
             manifest_sha256="e" * 64,
             exported_at=now(),
             written_by="exporter",
+            is_held=True,
         )
         # As a ledger of before answers had ids may say it.
         unanswered = (

@@ -17,9 +17,12 @@ from tests.audit.exports import RUN, branching, manifest, parquet_rows, put_line
 from tests.support.entries import make_entry
 from tokencustody import open_store
 from tokencustody.audit import ExportError, ExportOptions, export
-from tokencustody.audit.export import WhyKept
+from tokencustody.audit.export import Format, WhyKept
+from tokencustody.audit.retention import Retention, Settled
+from tokencustody.audit.selection import RolloutFilter
 from tokencustody.sql import tables
 from tokencustody.sql.faults import FAULT_POINTS
+from tokencustody.sql.tables import FenceState
 from tokencustody.sql.url import parse_url
 from tokencustody.store.fence import RolloutKey, Stamp
 from tokencustody.store.spill import Mark, Spill
@@ -199,6 +202,41 @@ async def test_a_rollout_of_which_a_call_was_left_out_is_not_retired(store_url: 
     # In a format that holds all of it, it is.
     whole = await export(store_url, tmp_path / "calls", replace(all_of_it, format="calls"), retire=True)  # type: ignore[arg-type]
     assert (whole.retired, whole.ok) == (1, True)
+
+
+async def test_what_is_partly_exported_is_not_exported_again_and_is_marked_as_that(
+    store_url: str, tmp_path: Path
+) -> None:
+    # Two answers to one prompt, both continued: which of them the agent received is not known.
+    await put_rollout(
+        store_url,
+        [
+            make_entry("part", "a", prompt=[1], generation=[2]),
+            make_entry("part", "b", prompt=[1], generation=[3]),
+            make_entry("part", "a-2", prompt=[1, 2, 4], generation=[5], parent="a"),
+            make_entry("part", "b-2", prompt=[1, 3, 4], generation=[6], parent="b"),
+            make_entry("part", "other", prompt=[7], generation=[8]),
+        ],
+    )
+    await put_linear(store_url, 1)
+    report = await export(store_url, tmp_path / "out")
+    assert report.left_out["ambiguous_retry"] > 0
+    assert {row.rollout_id: row.is_held for row in await marks(store_url)} == {
+        "part": False,
+        "rollout-000": True,
+    }
+    again = await export(store_url, tmp_path / "again", ExportOptions(unexported=True))
+    assert again.rollouts == 0
+    # All of it is, once one export holds all of it.
+    settled: list[Settled] = []
+    async with Retention(store_url) as retention:
+        exported = RolloutFilter(state=FenceState.FROZEN, exported=True)
+        await retention.retire(exported, settled.append)
+        assert await states(store_url) == {"part": "frozen", "rollout-000": "retired"}
+        await export(store_url, tmp_path / "calls", ExportOptions(format=Format.CALLS))
+        await retention.retire(exported, settled.append)
+    assert await states(store_url) == {"part": "retired", "rollout-000": "retired"}
+    assert [of.key.rollout_id for of in settled if of.removed] == ["rollout-000", "part"]
 
 
 @pytest.mark.parametrize("at", ["end", "beginning", "branch"])

@@ -87,15 +87,18 @@ async def states(retention: Retention, run: str = RUN) -> dict[str, str]:
     return {key.rollout_id: str(state) for key, state in found.items()}
 
 
-async def export_mark(store: CaptureStore, url: str, rollout: str) -> None:
+async def export_mark(
+    store: CaptureStore, url: str, rollout: str, is_held: str = "true", export_id: str = "e"
+) -> None:
     snapshot = await store.source.freeze(rollout)
     await run_sql(
         url,
         "INSERT INTO exports (run, rollout_id, export_id, snapshot_id, version, destination, manifest_sha256,"
-        " exported_at, written_by) VALUES (:run, :rollout, 'e', :snapshot, :version, 'out',"
-        f" '{'0' * 64}', '2026-01-01 00:00:00.000000', 'me')",
+        " exported_at, written_by, is_held) VALUES (:run, :rollout, :export, :snapshot, :version, 'out',"
+        f" '{'0' * 64}', '2026-01-01 00:00:00.000000', 'me', {is_held})",
         run=store.sink.run,
         rollout=rollout,
+        export=export_id,
         snapshot=snapshot.snapshot_id,
         version=snapshot.version,
     )
@@ -144,26 +147,45 @@ async def test_deleting_removes_every_row_of_what_is_asked_for(
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (FROZEN, {"clean", "bad", "sent"}),
+        (FROZEN, {"clean", "bad", "sent", "part", "unsaid"}),
         (OPEN, {"open"}),
         (RolloutFilter(run=RUN, state=FenceState.FROZEN, incomplete=True), {"bad"}),
-        (RolloutFilter(run=RUN, state=FenceState.FROZEN, incomplete=False), {"clean", "sent"}),
+        (
+            RolloutFilter(run=RUN, state=FenceState.FROZEN, incomplete=False),
+            {"clean", "sent", "part", "unsaid"},
+        ),
         (RolloutFilter(run=RUN, state=FenceState.FROZEN, exported=True), {"sent"}),
         (RolloutFilter(run=RUN, state=FenceState.FROZEN, exported=False), {"clean", "bad"}),
+        (RolloutFilter(run=RUN, state=FenceState.FROZEN, partly_exported=True), {"part", "unsaid"}),
         (RolloutFilter(run=RUN, prefix="cl"), {"clean"}),
         (RolloutFilter(run="run-2"), {"elsewhere"}),
         (RolloutFilter(run="run-3"), set()),
     ],
-    ids=["frozen", "open", "incomplete", "complete", "exported", "not exported", "prefix", "run", "no run"],
+    ids=[
+        "frozen",
+        "open",
+        "incomplete",
+        "complete",
+        "exported",
+        "not exported",
+        "partly exported",
+        "prefix",
+        "run",
+        "no run",
+    ],
 )
 async def test_what_is_removed_is_what_the_extent_told_and_nothing_else(
     store: CaptureStore, retention: Retention, store_url: str, wanted: RolloutFilter, expected: set[str]
 ) -> None:
-    for rollout in ("clean", "sent", "bad"):
+    for rollout in ("clean", "sent", "bad", "part", "unsaid"):
         await put(store, rollout)
     await store.sink.mark_incomplete("bad", "call-9")
     await store.source.freeze("bad")
+    # Of several exports, one that holds everything is enough. A mark of before revision 0005 says nothing.
+    await export_mark(store, store_url, "sent", is_held="false", export_id="another")
     await export_mark(store, store_url, "sent")
+    await export_mark(store, store_url, "part", is_held="false")
+    await export_mark(store, store_url, "unsaid", is_held="NULL")
     await put(store, "open", freeze=False)
     async with open_store(store_url, run="run-2") as other:
         await put(other, "elsewhere")
@@ -174,7 +196,8 @@ async def test_what_is_removed_is_what_the_extent_told_and_nothing_else(
     assert extent.rollouts == len(expected)
     assert {name: getattr(extent, name) for name in stored} == stored
     assert extent.incomplete == len(expected & {"bad"})
-    assert extent.never_exported == len(expected - {"sent"})
+    assert extent.never_exported == len(expected - {"sent", "part", "unsaid"})
+    assert extent.partly_exported == len(expected & {"part", "unsaid"})
     assert extent.calls == 3 * len(expected)
     entries = await rows_of(store_url, tables.entries)
     payloads = [len(row["payload"]) for row in entries if row["rollout_id"] in expected]
@@ -183,7 +206,7 @@ async def test_what_is_removed_is_what_the_extent_told_and_nothing_else(
     await retention.delete(wanted, settled.append)
     assert {of.key.rollout_id for of in settled if of.removed} == expected
     left = set(await states(retention)) | set(await states(retention, "run-2"))
-    assert left == {"clean", "sent", "bad", "open", "elsewhere"} - expected
+    assert left == {"clean", "sent", "bad", "part", "unsaid", "open", "elsewhere"} - expected
 
 
 async def test_the_age_of_a_rollout_counts_from_when_it_came_into_its_present_state(

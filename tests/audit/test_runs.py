@@ -81,6 +81,7 @@ async def test_a_run_is_summed_up_from_all_of_its_rows(store_url: str) -> None:
         retired=1,
         incomplete=1,
         exported=1,
+        partly_exported=1,
         calls=5,
         prompt_tokens=sum(row["prompt_len"] for row in entries),
         generated_tokens=sum(row["generation_len"] for row in entries),

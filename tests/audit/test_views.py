@@ -283,7 +283,7 @@ def test_integrity_shows_a_hash_that_is_not_that_of_the_bytes(url: str) -> None:
 
 def test_exports_say_whether_they_are_of_the_present_snapshot(url: str) -> None:
     (mark,) = of(url, "audit_exports", "clean")
-    assert (mark["destination"], bool(mark["is_current"])) == ("exported", True)
+    assert (mark["destination"], bool(mark["is_current"]), bool(mark["is_held"])) == ("exported", True, True)
 
 
 # Of the 20,000 entries of a full database.

@@ -94,6 +94,7 @@ def test_every_option_says_which_rollouts_and_a_dry_run_tells_them(shell: Shell,
         ("--prefix", "cl"): 2,
         ("--not-exported",): 4,
         ("--exported",): 0,
+        ("--partly-exported",): 0,
         ("--older-than", "0s"): 4,
         ("--older-than", "1h"): 0,
         ("--older-than", "2020-01-01"): 0,
@@ -129,7 +130,7 @@ def test_a_person_is_told_what_would_go(shell: Shell) -> None:
     code, out, err = shell("retire", "--run", "run-1", "--dry-run")
     assert (code, err) == (0, "")
     assert out.startswith(
-        "would retire 2 rollouts (2 frozen, 1 incomplete, 2 never exported) with 2 calls of "
+        "would retire 2 rollouts (2 frozen, 1 incomplete, 2 never exported, 0 partly exported) with 2 calls of "
     )
     code, out, err = shell("retire", "--run", "run-1", "--yes")
     assert out.startswith("retired 2 rollouts (3 rows) in ")
@@ -191,7 +192,7 @@ def test_a_whole_run_goes_only_by_its_name(shell: Shell, store_url: str) -> None
     code, out, _ = shell("delete", "--run", "run-1", "--dry-run")
     assert code == 0
     assert out.startswith(
-        "would delete run run-1: 4 rollouts (1 open, 2 frozen, 1 retired, 4 never exported), 3 calls"
+        "would delete run run-1: 4 rollouts (1 open, 2 frozen, 1 retired, 4 never exported, 0 partly exported), 3 calls"
     )
     code, out, err = shell("delete", "--run", "run-1", "--confirm", "run-1")
     assert (code, err) == (0, "")
@@ -345,7 +346,7 @@ class Terminal:
     [
         (
             ["retire", "--run", "run-1"],
-            "Retire 2 rollouts (2 frozen, 1 incomplete, 2 never exported)",
+            "Retire 2 rollouts (2 frozen, 1 incomplete, 2 never exported, 0 partly exported)",
             "y",
             True,
         ),

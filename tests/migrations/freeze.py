@@ -155,6 +155,7 @@ def mark_exported(url: str, snapshot: TokenCaptureSnapshot) -> None:
         manifest_sha256="e" * 64,
         exported_at=datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC),
         written_by="freezer",
+        is_held=True,
     )
     migrate.in_transaction(parse_url(url), lambda connection: connection.execute(mark))
 

@@ -48,7 +48,8 @@ _STAGING_KEY = _STAGED.rollout_id + "/" + _STAGED.model_call_id
 class Extent:
     """What rollouts amount to. `stored_bytes` are those of the payloads of `calls`, as they are stored.
 
-    `never_exported` counts the rollouts that no export marked as they are now.
+    `never_exported` counts the rollouts that no export marked as they are now, `partly_exported` those that were
+    marked, but of which no mark says that the files hold every sampled token.
     """
 
     runs: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class Extent:
     retired: int = 0
     incomplete: int = 0
     never_exported: int = 0
+    partly_exported: int = 0
     calls: int = 0
     stored_bytes: int = 0
     ledger_calls: int = 0
@@ -151,7 +153,8 @@ class Retention(SqlStore):
         if wanted.exported is True:
             return found
         never = await count(self._database, replace(wanted, exported=False))
-        return replace(found, never_exported=never)
+        partly = await count(self._database, replace(wanted, partly_exported=True))
+        return replace(found, never_exported=never, partly_exported=partly)
 
     async def states(self, wanted: RolloutFilter) -> dict[RolloutKey, FenceState]:
         """Return the present state of each rollout that is asked for."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import BigInteger, Connection, Select, and_, case, func, or_, select
 
-from tokencustody.audit.selection import IS_EXPORTED
+from tokencustody.audit.selection import IS_EXPORTED, IS_PARTLY_EXPORTED
 from tokencustody.sql.dialects import is_postgresql
 from tokencustody.sql.tables import (
     FenceState,
@@ -27,8 +27,9 @@ from tokencustody.sql.transactions import Database
 class RunSummary:
     """One run. Tokens are those of complete records, a delta prompt counted as it was sent.
 
-    `exported` counts the rollouts that an export marked as they are now, `orphans` the staged calls that
-    `SqlStagingStore.orphans` lists. `stored_bytes` are those of payloads, extras and attachments as they are stored,
+    `exported` counts the rollouts that an export marked as they are now, `partly_exported` those of them of which no
+    mark says that the files hold every sampled token, `orphans` the staged calls that `SqlStagingStore.orphans` lists.
+    `stored_bytes` are those of payloads, extras and attachments as they are stored,
     None for a role that may not read them. `first_opened` is None for a run without a rollout; `last_activity` is the
     newest write of a call, ledger row, staged call or version.
     """
@@ -40,6 +41,7 @@ class RunSummary:
     retired: int = 0
     incomplete: int = 0
     exported: int = 0
+    partly_exported: int = 0
     calls: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -81,6 +83,7 @@ def _statements() -> list[Select[Any]]:
             *states,
             _sum(case((fences.c.incomplete, 1), else_=0)).label("incomplete"),
             _sum(case((IS_EXPORTED, 1), else_=0)).label("exported"),
+            _sum(case((IS_PARTLY_EXPORTED, 1), else_=0)).label("partly_exported"),
             func.min(fences.c.opened_at).label("first_opened"),
         ),
         _per_run(

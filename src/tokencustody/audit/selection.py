@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, case, exists, func, select, tuple_
+from sqlalchemy import Connection, Row, Select, and_, case, exists, func, select, tuple_
 
 from tokencustody.sql.tables import FenceState, exports, fences
 from tokencustody.sql.transactions import Database
@@ -23,6 +23,9 @@ IS_EXPORTED = exists().where(
     exports.c.snapshot_id == fences.c.snapshot_id,
     exports.c.version == fences.c.version - case((fences.c.state == FenceState.RETIRED, 1), else_=0),
 )
+# Whether such a mark says that every sampled token is in the files. Marks from before revision 0005 say nothing.
+IS_HELD = IS_EXPORTED.where(exports.c.is_held.is_(True))
+IS_PARTLY_EXPORTED = and_(IS_EXPORTED, ~IS_HELD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,10 @@ class RolloutFilter:
     """Which rollouts are meant; a field that is None asks for nothing.
 
     `incomplete` asks for the recorded verdict; `prefix` is how the rollout id begins, case-sensitive. `before` asks
-    for rollouts that came into their present state (opened, frozen, retired) before that time. `exported` asks whether
-    an export marked the rollout as it is now. Raises InvalidRecordError for a run, rollout id or prefix
-    that no id can have.
+    for rollouts that came into their present state (opened, frozen, retired) before that time. `exported` asks for
+    those of which one export holds every sampled token as they are now, or, when False, which none marked as they are
+    now; `partly_exported` for those between: marked, but not known to be held by one export. Raises InvalidRecordError
+    for a run, rollout id or prefix that no id can have.
     """
 
     run: str | None = None
@@ -42,6 +46,7 @@ class RolloutFilter:
     rollout_ids: tuple[str, ...] | None = None
     before: datetime | None = None
     exported: bool | None = None
+    partly_exported: bool = False
 
     def __post_init__(self) -> None:
         if self.run is not None:
@@ -72,7 +77,9 @@ def select_fences(wanted: RolloutFilter) -> Select[Any]:
         )
         statement = statement.where(since < wanted.before)
     if wanted.exported is not None:
-        statement = statement.where(IS_EXPORTED if wanted.exported else ~IS_EXPORTED)
+        statement = statement.where(IS_HELD if wanted.exported else ~IS_EXPORTED)
+    if wanted.partly_exported:
+        statement = statement.where(IS_PARTLY_EXPORTED)
     return statement
 
 

@@ -170,7 +170,12 @@ def told(extent: Extent) -> str:
 
     states = [f"{getattr(extent, state):,} {state}" for state in State if getattr(extent, state)]
     notes = ", ".join(
-        [*states, f"{extent.incomplete:,} incomplete", f"{extent.never_exported:,} never exported"]
+        [
+            *states,
+            f"{extent.incomplete:,} incomplete",
+            f"{extent.never_exported:,} never exported",
+            f"{extent.partly_exported:,} partly exported",
+        ]
     )
     runs = f" of {plural(len(extent.runs), 'run')}" if len(extent.runs) > 1 else ""
     ledger = f", {plural(extent.ledger_calls, 'call')} in the ledger" if extent.ledger_calls else ""
@@ -180,7 +185,7 @@ def told(extent: Extent) -> str:
 
 def told_of_run(run: RunSummary) -> str:
     states = [f"{getattr(run, state):,} {state}" for state in State if getattr(run, state)]
-    exported = f"{run.rollouts - run.exported:,} never exported"
+    exported = f"{run.rollouts - run.exported:,} never exported, {run.partly_exported:,} partly exported"
     notes = f" ({', '.join([*states, exported])})" if run.rollouts else ""
     calls = f"{plural(run.calls, 'call')}, {plural(run.staged_calls, 'staged call')}"
     return f"{plural(run.rollouts, 'rollout')}{notes}, {calls}"

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 # How many ids go into one statement, of which the databases take about 32,766 parameters.
 _NAMES_AT_ONCE = 1000
-_SAY_WHICH = "say which rollouts: name them, or give --run, --state, --older-than, --incomplete, --exported or --prefix"
+_SAY_WHICH = (
+    "say which rollouts: name them, or give --run, --state, --older-than, --incomplete, --exported, "
+    "--partly-exported or --prefix"
+)
 
 
 class Retirable(StrEnum):
@@ -48,7 +51,16 @@ Exported = Annotated[
     bool | None,
     typer.Option(
         "--exported/--not-exported",
-        help="Only rollouts that an export wrote, or did not write, at their present snapshot.",
+        help="Only rollouts of which one export holds every sampled token at their present snapshot, or which none "
+        "marked at it.",
+    ),
+]
+PartlyExported = Annotated[
+    bool,
+    typer.Option(
+        "--partly-exported",
+        help="Only rollouts that an export marked at their present snapshot, but of which a sampled token may be in no "
+        "file: calls were left out, or the mark is older than what says so.",
     ),
 ]
 Prefix = Annotated[str | None, typer.Option(help="Only rollouts whose id begins with this.")]
@@ -67,6 +79,7 @@ def retire(
     older_than: OlderThan = None,
     incomplete: Incomplete = None,
     exported: Exported = None,
+    partly_exported: PartlyExported = False,
     prefix: Prefix = None,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -78,9 +91,14 @@ def retire(
     is still what was asked for: one that was frozen, marked or exported meanwhile is left. Run it again to go on where
     it was interrupted. Staged calls stay: see gc. Exit code 1 if a rollout that was asked for is left.
     """
-    if not rollout and (run, state, older_than, incomplete, exported, prefix) == (None,) * 6:
+    if (
+        not (rollout or partly_exported)
+        and (run, state, older_than, incomplete, exported, prefix) == (None,) * 6
+    ):
         raise typer.BadParameter(_SAY_WHICH)
-    wanted = _filters(rollout, [state or Retirable.FROZEN], run, older_than, incomplete, exported, prefix)
+    wanted = _filters(
+        rollout, [state or Retirable.FROZEN], run, older_than, incomplete, exported, partly_exported, prefix
+    )
     _remove(Removal("retire", "retired", url, json), wanted, rollout, run, dry_run=dry_run, yes=yes)
 
 
@@ -94,6 +112,7 @@ def delete(
     older_than: OlderThan = None,
     incomplete: Incomplete = None,
     exported: Exported = None,
+    partly_exported: PartlyExported = False,
     prefix: Prefix = None,
     confirm: Annotated[
         str | None,
@@ -112,7 +131,7 @@ def delete(
     like retire.
     """
     removal = Removal("delete", "deleted", url, json)
-    if not rollout and (state, older_than, incomplete, exported, prefix) == (None,) * 5:
+    if not (rollout or partly_exported) and (state, older_than, incomplete, exported, prefix) == (None,) * 5:
         if run is None:
             raise typer.BadParameter(_SAY_WHICH)
         _delete_run(removal, run, confirm, dry_run=dry_run)
@@ -121,7 +140,7 @@ def delete(
         raise typer.BadParameter("it is for a whole run: give --run and nothing else", param_hint="--confirm")
     # In this order, so that a rollout which is retired meanwhile is not met twice.
     states = [state] if state else [State.RETIRED, State.FROZEN]
-    wanted = _filters(rollout, states, run, older_than, incomplete, exported, prefix)
+    wanted = _filters(rollout, states, run, older_than, incomplete, exported, partly_exported, prefix)
     _remove(removal, wanted, rollout, run, dry_run=dry_run, yes=yes)
 
 
@@ -269,11 +288,17 @@ def _filters(
     older_than: str | None,
     incomplete: bool | None,
     exported: bool | None,
+    partly_exported: bool,
     prefix: str | None,
 ) -> list[RolloutFilter]:
     from tokencustody.audit.selection import RolloutFilter
     from tokencustody.sql.tables import FenceState
 
+    if partly_exported and exported is not None:
+        raise typer.BadParameter(
+            "no rollout is both that and what --exported or --not-exported asks for",
+            param_hint="--partly-exported",
+        )
     before = None if older_than is None else moment_of(older_than, "--older-than")
     if not names:
         # What comes to match after a person was asked is not what the answer was about.
@@ -287,6 +312,7 @@ def _filters(
             rollout_ids=some,
             before=before,
             exported=exported,
+            partly_exported=partly_exported,
         )
         for state in states
         for some in _some_at_once(names)

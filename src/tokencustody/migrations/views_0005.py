@@ -23,6 +23,7 @@ _CHANGES = {
                    WHERE v.run = s.run AND v.rollout_id = s.rollout_id
                      AND v.model_call_id = s.model_call_id AND v.event = 'late_stage') = 0) AS is_orphan"""
     },
+    "audit_exports": {"false) AS is_current": "false) AS is_current, x.is_held"},
     "audit_ledger": {
         "c.payload_sha256, c.row_sha256": (
             "c.payload_sha256, c.row_sha256,\n       c.recorded_fingerprint, c.recorded_fingerprint_version"

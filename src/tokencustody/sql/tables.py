@@ -244,11 +244,13 @@ exports = Table(
     Column("export_id", Text, nullable=False),
     Column("snapshot_id", Text, nullable=False),
     Column("version", BigInteger, nullable=False),
-    # The name of the folder or file, as the person gave it, and the SHA-256 of the manifest in it.
+    # The name of the folder, and the SHA-256 of the manifest in it.
     Column("destination", Text, nullable=False),
     Column("manifest_sha256", Text, nullable=False),
     Column("exported_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
+    # Whether every token that was sampled in the snapshot is in the files. Marks from before revision 0005 do not say.
+    Column("is_held", Boolean),
     PrimaryKeyConstraint("run", "rollout_id", "export_id", name="pk_exports"),
     _belongs_to_fence("exports"),
     CheckConstraint("version >= 1", name="ck_exports_version"),

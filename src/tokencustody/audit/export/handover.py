@@ -120,6 +120,7 @@ class ExportMarks(SqlStore):
             "manifest_sha256": how.manifest_sha256,
             "exported_at": stamp.at,
             "written_by": stamp.by,
+            "is_held": rollout.is_held,
         }
 
         def hand_over(connection: Connection) -> WhyKept | None:

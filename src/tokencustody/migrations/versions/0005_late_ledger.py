@@ -1,6 +1,6 @@
 """Ledger rows behind a freeze: their event, a seal that covers them, several reasons for one failed call; the parent
-fingerprint that the store derives beside the one that a record claims; refusals without a code; and on PostgreSQL views
-whose wording a dump and its restore keep.
+fingerprint that the store derives beside the one that a record claims; refusals without a code; marks of exports that
+say whether the files hold everything; and on PostgreSQL views whose wording a dump and its restore keep.
 
 Names and types are written out: this file keeps saying what it said when it was released, whatever
 `tokencustody.sql.tables` says later.
@@ -63,6 +63,8 @@ def upgrade() -> None:
     for column, kind in SECOND.items():
         op.execute(f"ALTER TABLE failures ADD COLUMN {column} {kind}")
     op.execute(f"ALTER TABLE staged_calls ADD COLUMN attachments_sha256 TEXT {ATTACHED}")
+    # Older exports held rollouts in part too, and their marks do not say which.
+    op.execute("ALTER TABLE exports ADD COLUMN is_held BOOLEAN")
     if op.get_context().dialect.name == "postgresql":
         op.execute("ALTER TABLE snapshot_versions ADD COLUMN seal_version BIGINT")
         _set_constraints((*EVENTS, *LATE_EVENTS), REFUSAL)
@@ -110,6 +112,7 @@ def downgrade() -> None:
     for column in SECOND:
         op.execute(f"ALTER TABLE failures DROP COLUMN {column}")
     op.execute("ALTER TABLE staged_calls DROP COLUMN attachments_sha256")
+    op.execute("ALTER TABLE exports DROP COLUMN is_held")
     op.drop_index("ix_ledger_failures_model_call_id", "ledger_failures")
     if dialect == "postgresql":
         op.execute("ALTER TABLE snapshot_versions DROP COLUMN seal_version")
