@@ -81,6 +81,13 @@ class StoreUnavailableError(ConnectionError):
     is_refusal = False
 
 
+class DamagedMarkError(StoreUnavailableError):
+    """A mark of the rollout that waited on this host is damaged or cannot be read. Other rollouts are not concerned.
+
+    The message says how to decide on it.
+    """
+
+
 class AccessDeniedError(StoreUnavailableError):
     """PostgreSQL refused a statement to the role that the URL names. Asking again does not help.
 

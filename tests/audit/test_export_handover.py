@@ -401,6 +401,35 @@ async def test_a_mark_that_waits_on_this_host_comes_before_the_retirement(
     assert waiting.is_empty()
 
 
+@pytest.mark.parametrize("retire", [False, True], ids=["mark", "retire"])
+async def test_a_damaged_mark_of_a_rollout_keeps_that_rollout_and_no_other(
+    store_url: str, tmp_path: Path, spill_folder: Path, retire: bool
+) -> None:
+    await put_linear(store_url, 3)
+    stamp = Stamp.make(datetime.now(UTC), "test-writer")
+    waiting = Spill(spill_folder, parse_url(store_url))
+    waiting.keep(Mark(RolloutKey(RUN, "rollout-001"), "lost", stamp)).write_bytes(b"torn")
+    report = await export(store_url, tmp_path / "out", retire=retire)
+    assert [(kept.rollout_id, kept.why) for kept in report.kept] == [("rollout-001", WhyKept.DAMAGED_MARK)]
+    assert "tokencustody spill discard" in report.kept[0].detail
+    assert (report.ok, report.marked, report.retired) == (False, 2, 2 if retire else 0)
+    assert [row.rollout_id for row in await marks(store_url)] == ["rollout-000", "rollout-002"]
+    others = "retired" if retire else "frozen"
+    assert await states(store_url) == {"rollout-000": others, "rollout-001": "frozen", "rollout-002": others}
+
+
+async def test_the_folder_is_found_from_anywhere_by_what_is_noted(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put_linear(store_url, 1)
+    monkeypatch.chdir(tmp_path)
+    await export(store_url, "out")
+    (mark,) = await marks(store_url)
+    assert mark.destination == str(tmp_path / "out")
+    # The files may be moved: they do not say where they were.
+    assert str(tmp_path / "out") not in (tmp_path / "out" / "_manifest.json").read_text()
+
+
 async def test_retirement_without_the_mark_is_refused(sqlite_url: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mark"):
         await export(sqlite_url, tmp_path / "out", mark=False, retire=True)

@@ -330,6 +330,24 @@ async def test_a_removal_does_not_overtake_a_mark_that_waits_on_this_host(
     assert (await store.source.freeze("marked")).incomplete
 
 
+@pytest.mark.parametrize("removes", ["retire", "delete"])
+async def test_a_damaged_mark_of_a_rollout_keeps_that_rollout_and_no_other(
+    store: CaptureStore, retention: Retention, store_url: str, removes: str
+) -> None:
+    for rollout in ("a", "b", "c"):
+        await put(store, rollout)
+    root = spill_root("")
+    assert root is not None
+    spill = Spill(root, parse_url(store_url))
+    spill.keep(Mark(RolloutKey(RUN, "b"), "call-9", Stamp.make(datetime.now(UTC), "me"))).write_bytes(b"torn")
+    settled: list[Settled] = []
+    await getattr(retention, removes)(FROZEN, settled.append)
+    assert [(of.key.rollout_id, of.removed) for of in settled] == [("a", True), ("b", False), ("c", True)]
+    assert "tokencustody spill discard" in settled[1].left
+    kept = {rollout: state for rollout, state in (await states(retention)).items() if state != "retired"}
+    assert kept == {"b": "frozen"}
+
+
 @pytest.mark.parametrize("removes", ["retire", "delete", "collect"])
 async def test_a_removal_whose_acknowledgement_was_lost_is_told_as_one(
     store: CaptureStore, retention: Retention, store_url: str, faults: dict[str, Any], removes: str

@@ -33,6 +33,7 @@ from sqlalchemy import (
 from tokencustody.audit.asked import check_asked
 from tokencustody.audit.runs import RunSummary, summarize_runs
 from tokencustody.audit.selection import PAGE, RolloutFilter, count, pages, select_fences
+from tokencustody.errors import DamagedMarkError
 from tokencustody.sql.engine import DEFAULT_DEADLINE
 from tokencustody.sql.tables import FenceState, entries, fences, ledger_calls, staged_calls
 from tokencustody.store.base import SqlStore, now
@@ -96,9 +97,9 @@ class Retention(SqlStore):
 
     The methods tell `settled` of each rollout when its transaction is over. A cancelled one ends between two rollouts.
     Before a rollout goes, it is asked again, under its lock, whether it is what was listed: one that was frozen,
-    marked, exported or made anew meanwhile is left. Nothing overtakes a mark that waits on this host. Each method
-    raises StoreUnavailableError when the database cannot be reached or refuses; a single transaction may take
-    `deadline` seconds.
+    marked, exported or made anew meanwhile is left. Nothing overtakes a mark that waits on this host; where one is
+    damaged, its rollout is left. Each method raises StoreUnavailableError when the database cannot be reached or
+    refuses; a single transaction may take `deadline` seconds.
     """
 
     _creates = False
@@ -168,7 +169,7 @@ class Retention(SqlStore):
         """Retire the rollouts that are asked for: their records go, their fences and histories stay."""
         async for page in pages(self._database, wanted):
             for listed in page:
-                await _whole(self._retire(wanted, listed), settled)
+                await _whole(self._unless_damaged(listed, self._retire(wanted, listed)), settled)
 
     async def delete(self, wanted: RolloutFilter, settled: Tell) -> None:
         """Delete the rollouts that are asked for with fence, history and export marks: their ids read as unused.
@@ -177,7 +178,7 @@ class Retention(SqlStore):
         """
         async for page in pages(self._database, wanted):
             for listed in page:
-                await _whole(self._delete(wanted, listed), settled)
+                await _whole(self._unless_damaged(listed, self._delete(wanted, listed)), settled)
 
     async def delete_run(self, run: str, settled: Tell, staged: Tell) -> None:
         """Delete the rollouts of a run, in every state, and then what was staged in it before this began.
@@ -212,6 +213,12 @@ class Retention(SqlStore):
         """
         async for key, named in self._with_orphans(before, run):
             await _whole(self._collect(key, before, named), settled)
+
+    async def _unless_damaged(self, listed: Row[Any], removal: Coroutine[Any, Any, Settled]) -> Settled:
+        try:
+            return await removal
+        except DamagedMarkError as exc:
+            return Settled(RolloutKey(listed.run, listed.rollout_id), left=str(exc))
 
     async def _retire(self, wanted: RolloutFilter, listed: Row[Any]) -> Settled:
         stamp = Stamp.make(now(), self.written_by)

@@ -29,9 +29,9 @@ class RunSummary:
 
     `exported` counts the rollouts that an export marked as they are now, `partly_exported` those of them of which no
     mark says that the files hold every sampled token, `orphans` the staged calls that `SqlStagingStore.orphans` lists.
-    `stored_bytes` are those of payloads, extras and attachments as they are stored,
-    None for a role that may not read them. `first_opened` is None for a run without a rollout; `last_activity` is the
-    newest write of a call, ledger row, staged call or version.
+    `stored_bytes` are those of payloads, extras and attachments as they are stored, None for a role that may not read
+    them. `first_opened` is None for a run without a rollout; `last_activity` is the newest write of a call, ledger row,
+    staged call or version.
     """
 
     run: str

@@ -277,7 +277,8 @@ def _print(report: ExportReport) -> None:
             if found["count"]:
                 out.print(literal(f"{name.replace('_', ' ')}: {found['count']:,} ({_some(found['first'])})"))
     for kept in report.kept[:_SHOWN]:
-        out.print(literal(f"kept: rollout {kept.rollout_id} of run {kept.run}: {kept.why}"))
+        detail = f": {kept.detail}" if kept.detail else ""
+        out.print(literal(f"kept: rollout {kept.rollout_id} of run {kept.run}: {kept.why}{detail}"))
     if len(report.kept) > _SHOWN:
         out.print(literal(f"kept: {plural(len(report.kept) - _SHOWN, 'more rollout')}"))
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from tokencustody.errors import AccessDeniedError, StoreUnavailableError
+from tokencustody.errors import AccessDeniedError, DamagedMarkError, StoreUnavailableError
 from tokencustody.sql.engine import Result, Work
 from tokencustody.sql.transactions import Database, Doors
 from tokencustody.store.fence import RolloutKey
@@ -37,8 +37,8 @@ async def write_after_marks(
 ) -> Result:
     """Run `work` in one transaction after the marks of its rollout that wait.
 
-    Raises StoreUnavailableError also when one of them is damaged or cannot be read, or when somebody else still replays
-    one, or the folder does not answer, when the loop's clock reads `give_up`.
+    Raises DamagedMarkError when one of them is damaged or cannot be read, StoreUnavailableError also when somebody else
+    still replays one, or the folder does not answer, when the loop's clock reads `give_up`.
     """
     spill = replayer.spill
     waiting = await _look(doors, spill, key, give_up)
@@ -79,7 +79,7 @@ async def write_after_marks(
 
 
 async def _look(doors: Doors, spill: Spill, key: RolloutKey, give_up: float) -> list[Path]:
-    """Return the files of the marks of a rollout that wait. Raises StoreUnavailableError if one is damaged."""
+    """Return the files of the marks of a rollout that wait. Raises DamagedMarkError if one is damaged."""
     try:
         if await _in_thread(spill, spill.is_empty, give_up):
             return []
@@ -100,8 +100,8 @@ async def _look(doors: Doors, spill: Spill, key: RolloutKey, give_up: float) -> 
     return waiting
 
 
-def _damaged(key: RolloutKey, path: Path) -> StoreUnavailableError:
-    return StoreUnavailableError(
+def _damaged(key: RolloutKey, path: Path) -> DamagedMarkError:
+    return DamagedMarkError(
         f"a mark of rollout {key.rollout_id} of run {key.run} that waited on this host is damaged, so the rollout may "
         f"lack a call and is neither frozen nor let go: {_how_to_decide(key, path)}"
     )
@@ -121,7 +121,7 @@ async def _claim_first(spill: Spill, path: Path, key: RolloutKey, give_up: float
     except StoreUnavailableError:
         raise
     except OSError as exc:
-        raise StoreUnavailableError(
+        raise DamagedMarkError(
             f"a mark of rollout {key.rollout_id} of run {key.run} waits on this host and must come first, but "
             f"cannot be read: {exc}; mend that, or decide: {_how_to_decide(key, path)}"
         ) from exc

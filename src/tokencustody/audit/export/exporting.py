@@ -330,7 +330,9 @@ async def _hand_over(
     files = [WrittenFile(**each) for part in manifest[0]["parts"] for each in part["files"]]
     await asyncio.to_thread(folder.verify, files)
     once = manifest[0]["options"]["unexported"]
-    how = HandOver(report.export_id, str(folder.path), report.manifest_sha256, retire, once)
+    # As somebody in another folder finds it; on which host is in `written_by`.
+    found_at = str(folder.path.resolve())
+    how = HandOver(report.export_id, found_at, report.manifest_sha256, retire, once)
     with progress("retiring" if retire else "marking", len(rollouts)) as advance:
         report.kept = await marks.hand_over(rollouts, how, advance)
     report.marked = len(rollouts) - sum(not kept.why.is_marked for kept in report.kept)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import BigInteger, Connection, and_, bindparam, select, tuple_
 
 from tokencustody.audit.export.report import Exported, ExportError, Kept, WhyKept
+from tokencustody.errors import DamagedMarkError
 from tokencustody.sql.dialects import insert_if_absent
 from tokencustody.sql.faults import reach
 from tokencustody.sql.tables import FenceState, exports, fences
@@ -47,8 +48,9 @@ class ExportMarks(SqlStore):
         """Mark each rollout, and retire it if that is wanted, in one transaction for each.
 
         Returns those that were not retired, or not even marked, because they are no longer what was exported, or
-        somebody else's. Repeating it changes nothing. Raises ExportError, before anything changes, when the manifest is
-        not the one with which this export marked rollouts before.
+        somebody else's, or because a mark of theirs that waits on this host is damaged. Repeating it changes nothing.
+        Raises ExportError, before anything changes, when the manifest is not the one with which this export marked
+        rollouts before.
         """
         kept = []
         settled: set[RolloutKey] = set()
@@ -58,10 +60,14 @@ class ExportMarks(SqlStore):
         for rollout in rollouts:
             if rollout.key in settled:
                 continue
-            why = await self._hand_over_one(rollout, how)
+            why: WhyKept | None
+            try:
+                why, detail = await self._hand_over_one(rollout, how), ""
+            except DamagedMarkError as exc:
+                why, detail = WhyKept.DAMAGED_MARK, str(exc)
             await reach("an exported rollout was handed over")
             if why is not None:
-                kept.append(Kept(rollout.run, rollout.rollout_id, why))
+                kept.append(Kept(rollout.run, rollout.rollout_id, why, detail))
             done(1)
         return kept
 

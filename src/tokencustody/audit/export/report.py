@@ -185,6 +185,7 @@ class WhyKept(StrEnum):
     RETIRED = "retired_since"
     EXPORTED = "exported_since"
     PARTLY_EXPORTED = "partly_exported"
+    DAMAGED_MARK = "damaged_mark"
 
     @property
     def is_marked(self) -> bool:
@@ -194,11 +195,12 @@ class WhyKept(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An exported rollout that a person should look at, and why."""
+    """An exported rollout that a person should look at, and why. `detail` has no token in it."""
 
     run: str
     rollout_id: str
     why: WhyKept
+    detail: str = ""
 
 
 @dataclass(slots=True)
