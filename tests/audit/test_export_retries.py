@@ -26,6 +26,28 @@ def call(
     )
 
 
+def asked(
+    request: str, name: str, prompt: Sequence[int], generation: Sequence[int], parent: str | None = None
+) -> TokenEntry:
+    """Return a call that is stamped with a request, whatever its prompt."""
+    return make_entry(
+        model_call_id=name,
+        prompt=list(prompt),
+        generation=list(generation),
+        parent=parent,
+        text=name,
+        request=[{"role": "user", "content": request}] if request else [],
+    )
+
+
+def not_stamped(entry: TokenEntry) -> TokenEntry:
+    return entry.model_copy(update={"continuation_context_digest": "", "continuation_fingerprint": ""})
+
+
+def of_unknown_parent(entry: TokenEntry) -> TokenEntry:
+    return entry.model_copy(update={"parent_resolution": "unresolved", "parent_call_id": None})
+
+
 def unstamped(name: str, prompt: Sequence[int], generation: Sequence[int]) -> TokenEntry:
     return call(name, prompt, generation).model_copy(update={"parent_resolution": None})
 
@@ -167,7 +189,7 @@ CASES: dict[str, tuple[list[TokenEntry], list[list[str]], dict[str, str]]] = {
         {"a": AMBIGUOUS, "b": AMBIGUOUS},
     ),
     "two prompts of one length": ([call("a", [1, 2], [3]), call("b", [1, 4], [3])], [["a"], ["b"]], {}),
-    "one prompt in two branches that differ": (
+    "one prompt of two requests in two branches that differ": (
         [
             call("r", P, [3]),
             call("s", [*P, 3], [4], "r"),
@@ -221,6 +243,96 @@ CASES: dict[str, tuple[list[TokenEntry], list[list[str]], dict[str, str]]] = {
         ],
         [["a", "c", "d"]],
         {"b": SUPERSEDED},
+    ),
+    "one request, and a clock in the prompt": (
+        [asked("q", "a", [1, 100], [3]), asked("q", "b", [1, 101], [4]), call("c", [1, 101, 4, 5], [6], "b")],
+        [["b", "c"]],
+        {"a": SUPERSEDED},
+    ),
+    "one request, a clock, and the first was received": (
+        [asked("q", "a", [1, 100], [3]), asked("q", "b", [1, 101], [4]), call("c", [1, 100, 3, 5], [6], "a")],
+        [["a", "c"]],
+        {"b": SUPERSEDED},
+    ),
+    "one request and a clock at the end, even if the answers are the same": (
+        [asked("q", "a", [1, 100], [3]), asked("q", "b", [1, 101], [3])],
+        [],
+        {"a": AMBIGUOUS, "b": AMBIGUOUS},
+    ),
+    "one request and a clock, and both went on": (
+        [
+            asked("q", "a", [1, 100], [3]),
+            asked("q", "b", [1, 101], [3]),
+            call("c", [1, 100, 3, 5], [6], "a"),
+            call("d", [1, 101, 3, 5], [7], "b"),
+        ],
+        [],
+        {"a": AMBIGUOUS, "b": AMBIGUOUS, "c": "parent_left_out", "d": "parent_left_out"},
+    ),
+    "one request, tokenised again where its parent is not known any more": (
+        [
+            call("a", P, [10, 11]),
+            asked("q", "b", [*P, 10, 11, 4], [20], "a"),
+            of_unknown_parent(asked("q", "c", [*P, 99, 4], [21])),
+            call("d", [*P, 99, 4, 21, 5], [30], "c"),
+        ],
+        [["a"], ["c", "d"]],
+        {"b": SUPERSEDED},
+    ),
+    "one request, resolved to two answers of one text": (
+        [
+            call("r", P, [3]),
+            call("s", [*P, 9], [4]),
+            asked("q", "b", [*P, 3, 5], [6], "r"),
+            asked("q", "c", [*P, 9, 4, 5], [7], "s"),
+            call("d", [*P, 9, 4, 5, 7, 8], [11], "c"),
+        ],
+        [["r"], ["s", "c", "d"]],
+        {"b": SUPERSEDED},
+    ),
+    "one that shares its prompt with one and its request with another": (
+        [
+            not_stamped(call("a", P, [3])),
+            asked("q", "b", P, [4]),
+            asked("q", "c", [1, 101], [5]),
+            call("d", [1, 101, 5, 6], [7], "c"),
+        ],
+        [["c", "d"]],
+        {"a": SUPERSEDED, "b": SUPERSEDED},
+    ),
+    "calls without the stamp of a request, and with an empty one": (
+        [
+            not_stamped(asked("q", "a", [1, 100], [3])),
+            not_stamped(asked("q", "b", [1, 101], [4])),
+            asked("", "c", [1, 102], [5]),
+            asked("", "d", [1, 103], [6]),
+        ],
+        [["a"], ["b"], ["c"], ["d"]],
+        {},
+    ),
+    "an empty answer that was asked again with the clock gone on": (
+        [
+            asked("q", "a", [1, 100], []),
+            asked("q", "b", [1, 101], [4], "a"),
+            asked("q", "c", [1, 102], [5], "a"),
+            call("d", [1, 102, 5, 6], [7], "c"),
+        ],
+        [["c", "d"]],
+        {"a": SILENT, "b": SUPERSEDED},
+    ),
+    "an answer without a text that was asked again is not continued by that": (
+        [asked("q", "a", [1, 100], [9]), asked("q", "b", [1, 101], [4], "a")],
+        [],
+        {"a": AMBIGUOUS, "b": AMBIGUOUS},
+    ),
+    "the same prompt and tokens below one another are one answer, and no circle": (
+        [
+            asked("q", "b", P, [3]),
+            asked("q", "a", P, [3], "b"),
+            call("c", [*P, 3, 4], [5], "a"),
+        ],
+        [["b", "c"]],
+        {"a": SUPERSEDED},
     ),
 }
 

@@ -31,6 +31,8 @@ class Forests:
     rollout_id: str = "forest"
     entries: list[TokenEntry] = field(default_factory=list)
     prompts: dict[str, list[int]] = field(default_factory=dict)
+    requests: dict[str, str] = field(default_factory=dict)
+    without_request: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         rng = random.Random(self.seed)
@@ -52,6 +54,7 @@ class Forests:
                 prompt[rng.randrange(len(prompt))] = next(token)
             elif kind == "compacted":
                 prompt = [next(token), *added]
+            request = name
             retried = [entry for entry in self.entries if not entry.prompt_is_delta]
             if retried and rng.random() < 0.25:
                 # Asked again, with the same prompt below the same parent.
@@ -61,6 +64,13 @@ class Forests:
                     "parent": twin.parent_call_id,
                     "parent_resolution": twin.parent_resolution,
                 }
+                if rng.random() < 0.6:
+                    # The same request, perhaps with a clock in its prompt, and perhaps with a parent that is not known.
+                    request = self.requests[twin.model_call_id]
+                    if rng.random() < 0.5:
+                        prompt = [next(token), *prompt[1:]]
+                    if rng.random() < 0.3:
+                        fields = {"parent": None, "parent_resolution": "unresolved"}
             else:
                 fields = {"parent": parent.model_call_id if parent is not None else None}
                 if kind in ("unresolved", "unstamped"):
@@ -68,16 +78,21 @@ class Forests:
                 elif kind == "lost":
                     fields = {"parent": "never-stored"}
             self.prompts[name] = prompt
+            self.requests[name] = request
             resolution = fields.pop("parent_resolution", "stamped")
             entry = make_entry(
                 self.rollout_id,
                 name,
                 prompt=added if kind == "delta" else prompt,
                 generation=sampled,
+                request=[{"role": "user", "content": request}],
                 prompt_is_delta=kind == "delta",
                 cumulative=[*prompt, *sampled] if kind == "delta" else None,
                 **fields,
             )
+            if rng.random() < 0.2:
+                entry.continuation_context_digest = entry.continuation_fingerprint = ""
+                self.without_request.add(name)
             if resolution != "stamped":
                 entry = entry.model_copy(update={"parent_resolution": resolution})
             self.entries.append(entry)
@@ -113,9 +128,31 @@ def expected(forest: Forests, names: set[str]) -> Counter[tuple[tuple[int, ...],
     return found
 
 
+def questions_of(forest: Forests) -> dict[str, set[str]]:
+    """Return for each call those that answer the same question for certain, itself among them."""
+    found = {name: {name} for name in forest.prompts}
+    for one, other in product(forest.entries, repeat=2):
+        mine, theirs = one.model_call_id, other.model_call_id
+        below_one = (one.parent_call_id, one.parent_resolution) == (
+            other.parent_call_id,
+            other.parent_resolution,
+        )
+        same_prompt = forest.prompts[mine] == forest.prompts[theirs] and below_one
+        same_request = forest.requests[mine] == forest.requests[theirs]
+        if same_prompt or (same_request and not forest.without_request & {mine, theirs}):
+            both = found[mine] | found[theirs]
+            found.update(dict.fromkeys(both, both))
+    return found
+
+
 def check_answers(forest: Forests, out: dict[str, str]) -> None:
     """Check what became of each answer by looking at all the others, as nothing in the library does."""
-    continued = {entry.parent_call_id for entry in forest.entries}
+    questions = questions_of(forest)
+    continued = {
+        entry.parent_call_id
+        for entry in forest.entries
+        if entry.parent_call_id not in questions[entry.model_call_id]
+    }
     # What sampled nothing before the same was asked again is no other answer to it.
     asked_again = {
         entry.parent_call_id
@@ -129,10 +166,8 @@ def check_answers(forest: Forests, out: dict[str, str]) -> None:
         answers = {
             other.model_call_id
             for other in forest.entries
-            if forest.prompts[other.model_call_id] == forest.prompts[name]
+            if other.model_call_id in questions[name]
             and (other.generation_token_ids or other.model_call_id in continued - asked_again)
-            and (other.parent_call_id, other.parent_resolution)
-            == (entry.parent_call_id, entry.parent_resolution)
         }
         same = {other for other in answers if forest.sequence_of(other) == forest.sequence_of(name)}
         if answers == same:

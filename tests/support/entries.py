@@ -21,7 +21,10 @@ def make_entry(
     cumulative: list[int] | None = None,
     **fields: Any,
 ) -> TokenEntry:
-    """Return a root entry, or with `parent` a resolved one; `fields` go into it as they are."""
+    """Return a root entry, or with `parent` a resolved one; `fields` go into it as they are.
+
+    Without a request, entries of the same prompt below the same parent answer the same one.
+    """
     generation = [30, 31, 32] if generation is None else generation
     entry = TokenEntry(
         rollout_id=rollout_id,
@@ -36,7 +39,9 @@ def make_entry(
     )
     status = ParentResolutionStatus.RESOLVED if parent else ParentResolutionStatus.ROOT
     stamp_lineage(entry, parent, parent_resolution=status, cumulative=cumulative)
-    return stamp_continuation(entry, REQUEST if request is None else request)
+    if request is None:
+        request = REQUEST if prompt is None else [{"role": "user", "content": f"{parent}: {prompt}"}]
+    return stamp_continuation(entry, request)
 
 
 def continuation(request: list[dict[str, Any]], text: str, question: str) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ REMEDIES: dict[str, str] = {
     Why.PARENT_LEFT_OUT: "see why the call above it was left out",
     Why.NOT_A_CONTINUATION: "--on-break split begins a new row there",
     Why.AMBIGUOUS_RETRY: "if one prompt was sampled several times on purpose, --siblings keep trains each answer",
-    Why.SUPERSEDED_RETRY: "nothing: the agent went on from another answer to the same prompt; --format calls holds it",
+    Why.SUPERSEDED_RETRY: "nothing: the agent went on from another answer to the same request; --format calls holds it",
     Why.CONFLICTING_CALL: "two writers used its id; tokencustody show names them",
     Why.NOT_PROVEN: "its writer stamped another sequence; tokencustody verify names the call",
     Why.BEYOND_INT64: "export it with --format calls",

@@ -1,7 +1,8 @@
-"""Several answers to one prompt, of which the agent received one: which one it was, where the record proves it.
+"""Several answers to one question, of which the agent received one: which one it was, where the record proves it.
 
-A client that gave up waiting asks again, and both answers are stored. A call is *continued* when another one names it
-as its parent: then its answer is in what the agent said later, so the agent received it.
+A client that gave up waiting asks again, and both answers are stored. The question is the same where the request is, or
+the whole prompt below the same parent. A call is *continued* when one that answers another question names it as its
+parent: then its answer is in what the agent said later, so the agent received it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ class Settled:
 
 
 def settle(rollout: FrozenRollout) -> Settled:
-    """Decide between the calls that answer the same prompt, id by id, below the same parent.
+    """Decide between the calls that answer one question.
 
-    If exactly one answer was continued, it is the one. Answers of the same tokens are one answer, for which the call
-    stands that has a known parent, then the one that was continued, then the one with the smallest id. A call that
-    sampled nothing and was not continued is passed over. Where nothing decides, every answer is ambiguous.
+    They do when their prompts are the same, id by id, below the same parent, and when they are stamped with the same
+    request (length, digest and fingerprint version of its context), whatever their prompts and parents: a template with
+    a clock, or a history that is tokenised again, gives one request several prompts, and a request tells its whole
+    history. So do two calls of which each answers one question with a third.
+
+    If exactly one answer was continued, it is the one. Answers of the same prompt and tokens are one answer, for which
+    the call stands that has a known parent, then the one that was continued, then the one with the smallest id. A call
+    that sampled nothing and was not continued is passed over. Where nothing decides, every answer is ambiguous.
     """
     return _Settling(rollout).settle()
 
@@ -42,89 +48,105 @@ class _Settling:
     def __init__(self, rollout: FrozenRollout) -> None:
         self._rollout = rollout
         self._by_id = {entry.model_call_id: entry for entry in rollout.entries}
-        self._continued: set[str] = set()
-        self._surely_continued: set[str] = set()
+        self._children: defaultdict[str, list[TokenEntry]] = defaultdict(list)
         for entry in rollout.entries:
-            if entry.parent_call_id not in (None, entry.model_call_id):
-                self._continued.add(str(entry.parent_call_id))
-                if not self._is_conflicting(entry):
-                    self._surely_continued.add(str(entry.parent_call_id))
+            if entry.parent_call_id is not None:
+                self._children[entry.parent_call_id].append(entry)
         self._lengths = self._prompt_lengths()
+        self._prompts: dict[str, Hashable] = {}
         self._sequences: dict[str, bytes] = {}
         self._settled = Settled()
 
     def settle(self) -> Settled:
-        for group, doubted in self._groups():
-            self._settle_group(group, doubted)
+        for group in self._groups():
+            self._settle_group(group)
         return self._settled
 
-    def _settle_group(self, group: Sequence[TokenEntry], doubted: Collection[str]) -> None:
+    def _settle_group(self, calls: Sequence[TokenEntry]) -> None:
+        members = {call.model_call_id for call in calls}
+        # What sampled nothing and was asked again is the parent of the next answer, and no sibling of that.
+        parents = {call.parent_call_id for call in calls}
+        group = [call for call in calls if call.generation_token_ids or call.model_call_id not in parents]
+        doubted: set[str] = set()
+        if len(group) < len(calls):
+            # Nobody knows whether these answer beside the empty one, from which the agent went on.
+            doubted.update(call.model_call_id for call in group if self._parent_key(call) == _UNKNOWN)
+        # A link from a call that answers the same question proves nothing: the answer is not in its request.
+        later = {
+            call.model_call_id: [
+                child for child in self._children[call.model_call_id] if child.model_call_id not in members
+            ]
+            for call in group
+        }
+        continued = {name for name, children in later.items() if children}
+        # A link from a conflicting call proves nothing, and still leaves room for doubt.
+        surely = {name for name in continued if not all(map(self._is_conflicting, later[name]))}
         answers: defaultdict[Hashable, list[TokenEntry]] = defaultdict(list)
         silent = []
         for entry in group:
-            if not entry.generation_token_ids and entry.model_call_id not in self._continued:
+            if not entry.generation_token_ids and entry.model_call_id not in continued:
                 silent.append(entry)
             else:
                 # Of the two payloads of a conflicting call, nobody knows which was answered.
                 alone = entry.model_call_id if self._is_conflicting(entry) else ""
-                answers[alone, tuple(entry.generation_token_ids)].append(entry)
+                answers[alone, self._prompt_key(entry), tuple(entry.generation_token_ids)].append(entry)
         self._drop(silent if answers else silent[1:], Why.NO_GENERATED_TOKENS)
-        kept = self._received(list(answers.values()))
-        if kept is not None and all(
-            call.model_call_id in doubted and call.model_call_id not in self._continued for call in kept
-        ):
+        kept = _received(list(answers.values()), continued, surely)
+        if kept is not None and all(call.model_call_id in doubted - continued for call in kept):
             kept = None
-        for calls in answers.values():
+        for answer in answers.values():
             if kept is None:
-                self._drop(calls, Why.AMBIGUOUS_RETRY)
-            elif calls is not kept:
-                self._drop(calls, Why.SUPERSEDED_RETRY)
+                self._drop(answer, Why.AMBIGUOUS_RETRY)
+            elif answer is not kept:
+                self._drop(answer, Why.SUPERSEDED_RETRY)
         if kept is not None:
-            first, *others = sorted(kept, key=self._standing)
+            first, *others = sorted(kept, key=lambda call: self._standing(call, members, continued))
             self._drop(others, Why.SUPERSEDED_RETRY)
             for other in others:
                 self._settled.stands_for[other.model_call_id] = first.model_call_id
 
-    def _received(self, answers: Sequence[list[TokenEntry]]) -> list[TokenEntry] | None:
-        """Return the calls of the answer that the agent is proven to have received, if one is."""
-        if len(answers) == 1:
-            return answers[0]
-        # A link from a conflicting call proves nothing, and still leaves room for doubt.
-        continued = [
-            calls for calls in answers if any(call.model_call_id in self._continued for call in calls)
-        ]
-        if len(continued) == 1 and any(call.model_call_id in self._surely_continued for call in continued[0]):
-            return continued[0]
-        return None
-
-    def _standing(self, call: TokenEntry) -> tuple[bool, bool, str]:
+    def _standing(
+        self, call: TokenEntry, members: Collection[str], continued: Collection[str]
+    ) -> tuple[bool, bool, bool, str]:
         name = call.model_call_id
-        return self._parent_key(call) == _UNKNOWN, name not in self._continued, name
+        # One that stood for its own parent would be its own ancestor.
+        below = call.parent_call_id in members
+        return below, self._parent_key(call) == _UNKNOWN, name not in continued, name
 
     def _drop(self, calls: Sequence[TokenEntry], why: Why) -> None:
         for call in calls:
             self._settled.dropped[call.model_call_id] = why
 
-    def _groups(self) -> Iterator[tuple[list[TokenEntry], Collection[str]]]:
-        """Yield the calls that answer one prompt, in commit order, where they are several.
+    def _groups(self) -> Iterator[list[TokenEntry]]:
+        """Yield the calls that answer one question, in commit order, where they are several."""
+        question = {name: name for name in self._by_id}
 
-        With them those of which nobody knows whether they answer it beside another call that the agent went on from.
-        """
-        for prompt in self._same_prompt():
-            by_parent: defaultdict[Hashable, list[TokenEntry]] = defaultdict(list)
-            for entry in prompt:
-                by_parent[self._parent_key(entry)].append(entry)
-            if _UNKNOWN not in by_parent:
-                yield from ((group, ()) for group in by_parent.values() if len(group) > 1)
-                continue
-            # The unknown parent may be that of any other; but what sampled nothing and was asked again is the parent of
-            # the next answer, and no sibling of that.
-            parents = {entry.parent_call_id for entry in prompt}
-            group = [
-                entry for entry in prompt if entry.generation_token_ids or entry.model_call_id not in parents
-            ]
-            asked_again = len(group) < len(prompt)
-            yield group, {entry.model_call_id for entry in by_parent[_UNKNOWN] if asked_again}
+        def find(name: str) -> str:
+            while question[name] != name:
+                question[name] = question[question[name]]
+                name = question[name]
+            return name
+
+        for same in (*self._same_prompt(), *self._same_request()):
+            for call in same[1:]:
+                question[find(call.model_call_id)] = find(same[0].model_call_id)
+        groups: defaultdict[str, list[TokenEntry]] = defaultdict(list)
+        for entry in self._rollout.entries:
+            groups[find(entry.model_call_id)].append(entry)
+        yield from (group for group in groups.values() if len(group) > 1)
+
+    def _same_request(self) -> Iterator[list[TokenEntry]]:
+        by_request: defaultdict[Hashable, list[TokenEntry]] = defaultdict(list)
+        for entry in self._rollout.entries:
+            # An empty request asks nothing by which it could be told from others.
+            if entry.continuation_context_digest and entry.continuation_context_len > 0:
+                request = (
+                    entry.continuation_context_len,
+                    entry.continuation_context_digest,
+                    entry.fingerprint_version,
+                )
+                by_request[request].append(entry)
+        yield from by_request.values()
 
     def _same_prompt(self) -> Iterator[list[TokenEntry]]:
         by_length: defaultdict[int, list[TokenEntry]] = defaultdict(list)
@@ -135,10 +157,17 @@ class _Settling:
         for same_length in by_length.values():
             if len(same_length) == 1:
                 continue
-            by_prompt: defaultdict[bytes, list[TokenEntry]] = defaultdict(list)
+            by_prompt: defaultdict[Hashable, list[TokenEntry]] = defaultdict(list)
             for entry in same_length:
-                by_prompt[_hash(self._prompt(entry))].append(entry)
-            yield from (prompt for prompt in by_prompt.values() if len(prompt) > 1)
+                by_prompt[self._prompt_key(entry)].append(entry)
+            for prompt in by_prompt.values():
+                if len(prompt) == 1:
+                    continue
+                by_parent: defaultdict[Hashable, list[TokenEntry]] = defaultdict(list)
+                for entry in prompt:
+                    by_parent[self._parent_key(entry)].append(entry)
+                # The unknown parent may be that of any other.
+                yield from [prompt] if _UNKNOWN in by_parent else by_parent.values()
 
     def _prompt_lengths(self) -> dict[str, int | None]:
         """Return the lengths of whole prompts, None for a delta whose beginning is not there."""
@@ -171,6 +200,14 @@ class _Settling:
             parts += [entry.generation_token_ids, entry.prompt_token_ids]
         return [token for part in reversed(parts) for token in part]
 
+    def _prompt_key(self, entry: TokenEntry) -> Hashable:
+        """Return what tells the whole prompt from others; one whose beginning is not there is like no other."""
+        name = entry.model_call_id
+        if name not in self._prompts:
+            known = self._lengths[name] is not None
+            self._prompts[name] = _hash(self._prompt(entry)) if known else ("call", name)
+        return self._prompts[name]
+
     def _parent_key(self, entry: TokenEntry) -> Hashable:
         """Return what tells the parent from others: parents of one sequence are one."""
         match entry.parent_resolution:
@@ -189,6 +226,18 @@ class _Settling:
 
     def _is_conflicting(self, entry: TokenEntry) -> bool:
         return self._rollout.calls[entry.model_call_id].is_conflicting
+
+
+def _received(
+    answers: Sequence[list[TokenEntry]], continued: Collection[str], surely: Collection[str]
+) -> list[TokenEntry] | None:
+    """Return the calls of the answer that the agent is proven to have received, if one is."""
+    if len(answers) == 1:
+        return answers[0]
+    found = [calls for calls in answers if any(call.model_call_id in continued for call in calls)]
+    if len(found) == 1 and any(call.model_call_id in surely for call in found[0]):
+        return found[0]
+    return None
 
 
 def _hash(ids: list[int]) -> bytes:

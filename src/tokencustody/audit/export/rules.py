@@ -25,7 +25,7 @@ class OnBreak(StrEnum):
 
 
 class Siblings(StrEnum):
-    """What several answers to one prompt are.
+    """What several answers to one question are.
 
     `settle`: retries, of which the agent received one. `keep`: samples that were asked for, each of them trained.
     """
