@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,50 @@ async def test_pyarrow_reads_the_lines_of_calls_as_they_are(store_url: str, tmp_
     await export(store_url, tmp_path / "out", ExportOptions(format="calls"))  # type: ignore[arg-type]
     lines = pyarrow.dataset.dataset(tmp_path / "out", format="json").to_table()
     assert lines["rollout_id"].to_pylist() == ["rollout-000"] * 3 + ["rollout-001"] * 3
+
+
+STRAY = {"parquet": "part-00099.parquet", "calls": "part-00099.jsonl", "gym": "other.tokens.jsonl"}
+
+
+@pytest.mark.parametrize("form", STRAY)
+async def test_a_finished_folder_with_a_file_that_is_not_of_the_export_hands_nothing_over(
+    store_url: str, tmp_path: Path, form: Any
+) -> None:
+    await put_linear(store_url, 2)
+    out, how = tmp_path / "out", ExportOptions(format=form, run="run-1")
+    await export(store_url, out, how, mark=False)
+    for stray in (STRAY[form], "notes.txt"):
+        (out / stray).write_bytes(b"of somebody else")
+        for retire in (False, True):
+            with pytest.raises(ExportError, match=stray) as refused:
+                await export(store_url, out, how, mark=retire, retire=retire)
+            assert "\n" not in str(refused.value)
+        (out / stray).unlink()
+    # Readers pass over these.
+    for name in (".DS_Store", ".nfs0001", "_SUCCESS", "rollout-000.tokens.lock"):
+        (out / name).touch()
+    assert (await export(store_url, out, how, retire=True)).retired == 2
+
+
+@pytest.mark.parametrize("form", ["parquet", "calls"])
+async def test_an_unfinished_folder_with_such_a_file_is_refused_and_the_file_left(
+    store_url: str, tmp_path: Path, form: Any
+) -> None:
+    await put_linear(store_url, 4)
+    out, how = tmp_path / "out", ExportOptions(format=form, rows_per_file=1)
+    with (
+        stopping_at("an export renamed a part, and did not note it", times=2),
+        pytest.raises(asyncio.CancelledError),
+    ):
+        await export(store_url, out, how)
+    for stray in (STRAY[form], "notes.txt"):
+        (out / stray).write_bytes(b"of somebody else")
+        with pytest.raises(ExportError, match=stray):
+            await export(store_url, out, how)
+        assert (out / stray).read_bytes() == b"of somebody else"
+        (out / stray).unlink()
+    (out / ".DS_Store").touch()
+    assert (await export(store_url, out, how, retire=True)).retired == 4
 
 
 def names_in(folder: Path) -> set[str]:

@@ -344,8 +344,9 @@ async def test_nothing_is_marked_or_retired_when_a_file_is_not_what_the_manifest
             path.unlink()
         case "manifest":
             path.write_bytes(b"{" + data)
-    with pytest.raises(ExportError, match=path.name):
+    with pytest.raises(ExportError, match=path.name) as refused:
         await export(store_url, tmp_path / "out", retire=True)
+    assert ("Restore the file, or export into a new folder" in str(refused.value)) == (damage != "manifest")
     assert await marks(store_url) == []
     assert set((await states(store_url)).values()) == {"frozen"}
 

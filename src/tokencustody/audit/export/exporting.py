@@ -162,6 +162,7 @@ class _Export:
         if finished is not None:
             manifest, sha256 = finished
             self._check_same(header, manifest, ("database_identity", "options"))
+            self._folder.check_alone(_files(manifest))
             self._folder.remove_progress()
             return read_manifest(self._folder.path, manifest, sha256, already_finished=True)
         begun = self._folder.progress()
@@ -171,6 +172,7 @@ class _Export:
             self._check_same(header, begun[0], ("database_identity", "options", "library"))
             header, self._parts = begun
         self._folder.remove_unfinished(self._parts)
+        self._folder.check_alone(file for part in self._parts for file in part.files)
         await self._write_parts()
         if not holds_anything(self._parts, self._options):
             self._folder.vanish()
@@ -303,6 +305,10 @@ def _corrupt(key: RolloutKey, exc: CorruptEntryError) -> LeftOut:
     return LeftOut.of(key, Why.CORRUPT, detail=str(exc)[:500])
 
 
+def _files(manifest: dict[str, Any]) -> list[WrittenFile]:
+    return [WrittenFile(**each) for part in manifest["parts"] for each in part["files"]]
+
+
 def _identity(url: DatabaseUrl) -> str:
     """Return what tells the database from others, without its password."""
     return identity_of(url) or (url.dsn if url.is_sqlite else url.display)
@@ -327,8 +333,7 @@ async def _hand_over(
         raise ExportError(
             f"the manifest in {folder.path} lists {listed} rollouts, and counts {report.rollouts}"
         )
-    files = [WrittenFile(**each) for part in manifest[0]["parts"] for each in part["files"]]
-    await asyncio.to_thread(folder.verify, files)
+    await asyncio.to_thread(folder.verify, _files(manifest[0]))
     once = manifest[0]["options"]["unexported"]
     # As somebody in another folder finds it; on which host is in `written_by`.
     found_at = str(folder.path.resolve())

@@ -32,9 +32,11 @@ _OLD_PROGRESS = "progress.jsonl"
 _TEMPORARY = ".partial"
 # What a part may consist of; nothing else in the folder is ever removed.
 _OURS = re.compile(
-    r"part-\d{5}\.(parquet|jsonl)|.+\.tokens\.(jsonl|state\.json|intents|incomplete)|.+\.lineage\.jsonl|"
+    r"part-(?P<part>\d{5})\.(parquet|jsonl)|.+\.tokens\.(jsonl|state\.json|intents|incomplete)|.+\.lineage\.jsonl|"
     rf".*{re.escape(_TEMPORARY)}"
 )
+# What readers pass over: hidden files, and the empty locks that Gym makes beside its token files.
+_NO_DATA = re.compile(r"[._].*|.+\.tokens\.lock", re.DOTALL)
 
 
 class ExportFolder:
@@ -86,10 +88,7 @@ class ExportFolder:
         progress = self._progress_path
         with saying(progress):
             if not progress.exists():
-                if any(path.suffix != _TEMPORARY for path in self.path.iterdir()):
-                    raise ExportError(
-                        f"{self.path} holds other files; name a new folder, or the one of an export that was begun"
-                    )
+                self.check_alone(())
                 return None
             data = progress.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
@@ -100,16 +99,30 @@ class ExportFolder:
         header, *parts = (_object(line, progress) for line in whole.splitlines())
         return header, [Part.read(part) for part in parts]
 
+    def check_alone(self, files: Iterable[WrittenFile]) -> None:
+        """Raise ExportError that names a file beside these, if a reader of the folder would take it for a part."""
+        expected = {file.name for file in files} | {self._manifest_path.name, self._progress_path.name}
+        with saying(self.path):
+            others = sorted({path.name for path in self.path.iterdir()} - expected)
+        for name in others:
+            if not _NO_DATA.fullmatch(name):
+                raise ExportError(
+                    f"{self.path} holds other files: {name!r} is not of this export, and a reader of the folder would "
+                    "take it for a part; nothing was retired or marked. Move it away, or name a new folder"
+                )
+
     def begin(self, header: dict[str, Any]) -> None:
         """Note what is about to be exported."""
         self._note(header)
 
     def remove_unfinished(self, parts: Iterable[Part]) -> None:
-        """Remove files of parts that were not finished."""
+        """Remove files of the part that was not finished after these."""
+        parts = list(parts)
         finished = {file.name for part in parts for file in part.files}
         with saying(self.path):
             for path in list(self.path.iterdir()):
-                if path.name not in finished and _OURS.fullmatch(path.name):
+                ours = _OURS.fullmatch(path.name)
+                if path.name not in finished and ours and ours["part"] in (None, f"{len(parts):05}"):
                     path.unlink()
 
     @contextmanager
@@ -186,15 +199,22 @@ class ExportFolder:
                 path.rmdir()
 
     def verify(self, files: Iterable[WrittenFile]) -> None:
-        """Raise ExportError that names the first file whose bytes are not those that the manifest lists."""
+        """Raise ExportError that names a file that the manifest does not list, or one that is not as it lists it."""
+        files = list(files)
+        self.check_alone(files)
         for file in files:
             path = self.path / file.name
+            remedy = "nothing was retired or marked. Restore the file, or export into a new folder"
             with saying(path):
-                found = _measured(path)
+                try:
+                    found = _measured(path)
+                except FileNotFoundError:
+                    raise ExportError(
+                        f"{path} is not there, and {self._manifest_path.name} lists it; {remedy}"
+                    ) from None
             if found != (file.bytes, file.sha256):
                 raise ExportError(
-                    f"{path} is not the file that {self._manifest_path.name} lists: its bytes differ; nothing was "
-                    "retired or marked. Restore the file, or export into a new folder"
+                    f"{path} is not the file that {self._manifest_path.name} lists: its bytes differ; {remedy}"
                 )
 
     def _note(self, document: dict[str, Any]) -> None:
