@@ -54,12 +54,12 @@ async def fill(url: str) -> None:
         async with open_store(url, run=run) as store:
             await asyncio.gather(*(store.sink.put(make_entry(rollout)) for rollout in BEFORE))
             await store.sink.mark_incomplete("bad", "lost")
-            for rollout in ("clean", "bad"):
-                await store.source.freeze(rollout)
-            await store.source.retire(["old"])
             for rollout in ("clean", "only-staged"):
                 staged = stage("a", rollout=rollout).snapshot
                 assert (await asyncio.to_thread(store.staging.stage, staged)).ok
+            for rollout in ("clean", "bad"):
+                await store.source.freeze(rollout)
+            await store.source.retire(["old"])
 
 
 def states(url: str, run: str = "run-1") -> dict[str, str]:
@@ -137,6 +137,33 @@ def test_a_person_is_told_what_would_go(shell: Shell) -> None:
     code, out, err = shell("retire", "--run", "run-1", "--yes")
     assert (code, err) == (0, "")
     assert out.startswith("retired 0 rollouts in ")
+
+
+def test_what_is_exported_in_part_is_told_and_goes_only_when_it_is_asked_for(
+    shell: Shell, store_url: str, tmp_path: Path
+) -> None:
+    async def fill_more() -> None:
+        async with open_store(store_url, run="run-3") as store:
+            for call, answer in (("a", 2), ("b", 3)):
+                await store.sink.put(make_entry("part", call, prompt=[1], generation=[answer]))
+                child = make_entry("part", f"{call}-2", prompt=[1, answer, 4], generation=[5], parent=call)
+                await store.sink.put(child)
+            await store.sink.put(make_entry("part", "other", prompt=[7], generation=[8]))
+            await store.source.freeze("part")
+
+    asyncio.run(fill_more())
+    assert shell("export", str(tmp_path / "out"), "--run", "run-3")[0] == 0
+    for how in ("--dry-run", "--yes"):
+        code, out, err = shell("retire", "--run", "run-3", "--exported", how)
+        assert (code, " 0 rollouts " in out) == (0, True)
+        assert err == "1 rollout left, exported in part: --partly-exported asks for such\n"
+        assert states(store_url, "run-3") == {"part": "frozen"}
+    code, out, err = shell("retire", "--run", "run-3", "--dry-run")
+    assert "0 never exported, 1 partly exported)" in out
+    assert shell("retire", "--exported", "--partly-exported", "--yes")[0] == 2
+    code, out, err = shell("retire", "--run", "run-3", "--partly-exported", "--yes")
+    assert (code, out.startswith("retired 1 rollout ("), err) == (0, True, "")
+    assert states(store_url, "run-3") == {"part": "retired"}
 
 
 def test_named_rollouts_that_are_left_are_told_with_the_reason(shell: Shell, store_url: str) -> None:

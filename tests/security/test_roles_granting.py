@@ -453,6 +453,5 @@ def test_a_role_that_may_not_connect_or_may_create_tables_is_noted_with_the_reme
 
 
 def test_it_is_decided_for_every_table_what_each_role_may_do() -> None:
-    # A worker has no part in what was exported.
     undecided = {role: {t.name for t in SECURED} - {t.name for t in ACCESS[role]} for role in Role}
-    assert undecided == {Role.WORKER: {"exports"}, Role.TRAINER: set(), Role.AUDITOR: set()}
+    assert undecided == {Role.WORKER: set(), Role.TRAINER: set(), Role.AUDITOR: set()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -243,8 +244,16 @@ def _remove(
         left = {settled.key.rollout_id for settled in removal.left}
         removal.missed = await _missed(retention, names or (), run, removal.verb, left)
 
+    async def look_beside(retention: Retention) -> int:
+        """Return how many stay only because they are exported in part."""
+        beside = [replace(each, exported=None, partly_exported=True) for each in wanted if each.exported]
+        return merged([await retention.extent(each) for each in beside]).rollouts
+
     removal.begin(run)
     extent = removal.look(look)
+    if stay := removal.look(look_beside):
+        told_beside = f"{plural(stay, 'rollout')} left, exported in part: --partly-exported asks for such"
+        typer.echo(told_beside, err=True)
     if names and run is None and len(extent.runs) > 1:
         raise typer.BadParameter(
             f"the ids are in the runs {', '.join(extent.runs)}: name one", param_hint="--run"

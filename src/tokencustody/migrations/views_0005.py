@@ -21,7 +21,8 @@ _CHANGES = {
          AND (f.state <> 'frozen' OR f.state IS NULL
               OR (SELECT count(*) FROM snapshot_versions AS v
                    WHERE v.run = s.run AND v.rollout_id = s.rollout_id
-                     AND v.model_call_id = s.model_call_id AND v.event = 'late_stage') = 0) AS is_orphan"""
+                     AND v.model_call_id = s.model_call_id AND v.event = 'late_stage') = 0) AS is_orphan,
+       s.attachments_sha256"""
     },
     "audit_exports": {"false) AS is_current": "false) AS is_current, x.is_held"},
     "audit_ledger": {
