@@ -21,7 +21,7 @@ from tokencustody.sql.faults import FAULT_POINTS
 from tokencustody.store.replaying import Replayer
 
 FILES = ("captures.db", "captures.db-wal", "captures.db-shm")
-GONE = "was opened was deleted, moved away or replaced"
+GONE = "was opened was deleted, moved away, emptied or replaced"
 PUT = """
 import asyncio, sys
 from tests.support.entries import make_entry
@@ -87,6 +87,10 @@ def restore_a_backup(file: Path) -> None:
     backup.rename(file)
 
 
+def cut_it_off(file: Path) -> None:
+    file.write_bytes(b"")
+
+
 def move_the_folder(file: Path) -> None:
     file.parent.rename(file.parent.with_name("elsewhere"))
 
@@ -101,6 +105,7 @@ LOSSES: dict[str, Callable[[Path], None]] = {
         move_away,
         replace,
         restore_a_backup,
+        cut_it_off,
         move_the_folder,
     )
 }
@@ -231,6 +236,32 @@ def test_what_two_processes_were_acknowledged_outlives_the_loss_of_the_index_of_
             return [entry.model_call_id for entry in (await store.source.freeze("rollout-1")).entries]
 
     assert asyncio.run(calls()) == ["call-1", "other"]
+
+
+CUT_IT_OFF = """
+import asyncio, sys
+from tests.support.entries import make_entry
+from tokencustody import open_store
+from tokencustody.errors import StoreUnavailableError
+
+async def main():
+    async with open_store(sys.argv[1]) as store:
+        await store.sink.put(make_entry())
+        open(sys.argv[1], "w").close()
+        for call in (store.sink.put(make_entry(model_call_id="call-2")), store.lineage.has_rows("rollout-1")):
+            try:
+                await call
+            except StoreUnavailableError:
+                continue
+            raise AssertionError
+
+asyncio.run(main())
+"""
+
+
+def test_the_log_that_alone_holds_a_call_outlives_a_file_that_was_cut_off(file: Path) -> None:
+    subprocess.run([sys.executable, "-c", CUT_IT_OFF, file], check=True)
+    assert file.with_name("captures.db-wal").stat().st_size > 4096
 
 
 def test_a_store_does_not_change_the_file_with_the_loop(file: Path) -> None:

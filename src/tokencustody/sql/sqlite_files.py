@@ -48,9 +48,9 @@ class OpenedConnection(sqlite3.Connection):
         if self.in_transaction:
             self.rollback()
         if self._log is not None:
-            if self._log.lost_its_index():
-                # To close it may delete the log, and with it what others have written by an index of their own. It
-                # stays open until the process ends, which deletes nothing.
+            if self._log.is_all_there_is():
+                # To close it may delete the log, and with it what others have written by an index of their own, or the
+                # only copy of calls. It stays open until the process ends, which deletes nothing.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
                 return
             # Before: the last of all connections deletes the log.
@@ -66,10 +66,13 @@ class _Log(NamedTuple):
     connections: WeakSet[OpenedConnection]
     path: str
 
-    def lost_its_index(self) -> bool:
-        """Return whether the log is where it was, and its index is not."""
+    def is_all_there_is(self) -> bool:
+        """Return whether the log is where it was, and its index is not, or the file itself was emptied."""
         try:
-            return _file(f"{self.path}-wal") == self.log and _file(f"{self.path}-shm") != self.log_index
+            if _file(f"{self.path}-wal") != self.log:
+                return False
+            file = _status(self.path)
+            return _file(f"{self.path}-shm") != self.log_index or (file is not None and file.st_size == 0)
         except OSError:
             return False
 
@@ -93,10 +96,9 @@ class OpenedFile:
 
     def look(self) -> File | None:
         """Return what is at the path, before it is opened. Raises StoreUnavailableError for another file, or none."""
-        found = _file(self._url.dsn)
-        if self.file not in (None, found):
+        if self.file is not None and not self._is_there():
             raise gone(self._url)
-        return found
+        return _file(self._url.dsn)
 
     def opened(self, before: File | None) -> None:
         """Remember what has just been opened; `before` is what was at the path before that."""
@@ -119,7 +121,7 @@ class OpenedFile:
 
     def loss(self, connection: OpenedConnection | None = None) -> StoreUnavailableError | None:
         """Return the error for what is no longer at the path, or None."""
-        if self.file is None or _file(self._url.dsn) != self.file:
+        if not self._is_there():
             return gone(self._url)
         status = _status(f"{self._path}-wal")
         self.log_size = 0 if status is None else status.st_size
@@ -136,6 +138,11 @@ class OpenedFile:
         if log.log != found[0]:
             return gone(self._url, "log")
         return gone(self._url, "index of the log", "end this process and begin it anew")
+
+    def _is_there(self) -> bool:
+        # A file with a log is never empty: somebody cut it off, and who opened it now would throw the log away.
+        status = _status(self._url.dsn)
+        return status is not None and _identity(status) == self.file and status.st_size > 0
 
 
 def opened_file(url: DatabaseUrl, user: object) -> OpenedFile:
@@ -158,9 +165,9 @@ def gone(
 ) -> StoreUnavailableError:
     """Return the error for a file whose path leads elsewhere now."""
     return StoreUnavailableError(
-        f"{url.display} is not available: the {what} that was opened was deleted, moved away or replaced, so what was "
-        "being written counts as not stored, and what was read as not read; put it back beside the rest of the "
-        f"database, or {remedy}"
+        f"{url.display} is not available: the {what} that was opened was deleted, moved away, emptied or replaced, so "
+        "what was being written counts as not stored, and what was read as not read; put it back beside the rest of "
+        f"the database, or {remedy}"
     )
 
 
