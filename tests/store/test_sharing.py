@@ -341,8 +341,8 @@ def test_whoever_wrote_what_each_call_comes_back_in_every_bit_and_shares_what_is
         asyncio.run(Play(store_url, coalesce, seen).run(steps))
 
     play()
-    assert seen["shared"] > 50, seen
-    assert seen["parent resolved"] > 10, seen
+    assert seen["shared"] > 40, seen
+    assert seen["parent resolved"] > 5, seen
 
 
 # Single promises.

@@ -152,6 +152,9 @@ class _Threads:
                 connection = self._connection()
                 driver: Any = connection.connection.dbapi_connection
                 try:
+                    if not driver.keeps_log:
+                        # It has not looked into the file yet, and would take an empty one as a reason to delete the log.
+                        self._opened.look()
                     with connection.begin():
                         if before_commit is None:
                             result = work(connection)
