@@ -153,7 +153,7 @@ class _Threads:
                 driver: Any = connection.connection.dbapi_connection
                 try:
                     if not driver.keeps_log:
-                        # It has not looked into the file yet, and would take an empty one as a reason to delete the log.
+                        # It has not looked into the file yet, and would delete the log of an empty one.
                         self._opened.look()
                     with connection.begin():
                         if before_commit is None:
