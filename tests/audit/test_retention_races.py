@@ -124,20 +124,18 @@ def test_removing_rollouts_loses_no_call_of_others_and_leaves_no_row_of_its_own(
     asyncio.run(check())
 
 
-async def test_a_call_that_is_being_recorded_is_not_collected(
-    store_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_is_being_recorded_is_not_collected(store_url: str) -> None:
     recording, go_on = asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
-        if not recording.is_set():
-            recording.set()
-            await go_on.wait()
+        FAULT_POINTS.clear()
+        recording.set()
+        await go_on.wait()
 
     async with open_store(store_url, run=RUN) as store, Retention(store_url) as retention:
         staged = stage("call-1", rollout="r").snapshot
         assert (await asyncio.to_thread(store.staging.stage, staged)).ok
-        monkeypatch.setitem(FAULT_POINTS, "before commit", hold)
+        FAULT_POINTS["before commit"] = hold
         record = asyncio.create_task(store.lineage.record(make_commit("r", "call-1")))
         await recording.wait()
         collect = asyncio.create_task(retention.collect(datetime.now(UTC), lambda _: None))
