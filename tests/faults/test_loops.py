@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ from tokencustody.errors import StoreClosedError
 from tokencustody.sql import migrate
 from tokencustody.sql.faults import FAULT_POINTS
 from tokencustody.sql.registry import open_engines
+from tokencustody.sql.transactions import Database
+from tokencustody.sql.url import parse_url
+from tokencustody.store.replaying import Replayer
+from tokencustody.store.spill import Spill
 
 Points = dict[str, Callable[[], Awaitable[None]]]
 THREADS = 8
@@ -234,3 +239,35 @@ async def test_two_closes_at_once_both_return_when_everything_is_closed(store_ur
             await refused
     with pytest.raises(StoreClosedError):
         store.staging.fetch([])
+
+
+def test_a_replayer_is_stopped_though_a_loop_of_its_own_stops_before_it_answers(tmp_path: Path) -> None:
+    url = parse_url(tmp_path / "captures.db")
+    replayer = Replayer(Database(url), Spill(tmp_path / "spill", url))
+    looked, go_on, busy = threading.Event(), threading.Event(), threading.Event()
+
+    async def look() -> None:
+        replayer.look_once()
+
+    def hold() -> None:
+        busy.set()
+        go_on.wait()
+
+    def never_ends() -> bool:
+        looked.set()
+        go_on.wait()
+        return True
+
+    replayer.spill.is_empty = never_ends  # type: ignore[method-assign]
+    with LoopThread() as leaving, LoopThread() as staying:
+        leaving.run(look())
+        looked.wait()
+        leaving.loop.call_soon_threadsafe(hold)
+        busy.wait()
+        stopping = asyncio.run_coroutine_threadsafe(replayer.stop(), staying.loop)
+        # It has asked the other loop by now, which stops before it can answer.
+        staying.run(asyncio.sleep(0))
+        leaving.loop.call_soon_threadsafe(leaving.loop.stop)
+        go_on.set()
+        leaving.thread.join()
+        stopping.result(60)

@@ -275,11 +275,16 @@ class Replayer:
         """Stop in every loop that runs. What waits still waits."""
         self._closed = True
         for (pid, loop), task in list(self._tasks.items()):
-            if pid == os.getpid() and loop.is_running():
-                if loop is asyncio.get_running_loop():
-                    await _end(task)
-                else:
-                    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_end(task), loop))
+            if pid != os.getpid():
+                continue
+            if loop is asyncio.get_running_loop():
+                await _end(task)
+                continue
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(task.cancel)
+            # A loop that stops meanwhile ends nothing, and tells nobody.
+            while loop.is_running() and not task.done():  # noqa: ASYNC110 - it would set no event
+                await asyncio.sleep(_FIRST_CLAIM_PAUSE)
 
     async def report(self) -> None:
         """Log what is left, if this replayer ever had something to do."""
