@@ -119,7 +119,8 @@ COLUMNS = {
     table.name: [
         column.name
         for column in table.c
-        if not column.name.endswith("_at") and column.name not in ("event_id", "snapshot_id", "row_sha256")
+        if not column.name.endswith("_at")
+        and column.name not in ("event_id", "snapshot_id", "row_sha256", "sealed_sha256")
     ]
     for table in tables.metadata.sorted_tables
     if "rollout_id" in table.c
@@ -178,7 +179,7 @@ class Watcher:
                 assert busy
 
     async def rows(self) -> Rows:
-        """Return what the tables hold of the rollouts, without moments and ids that differ from time to time.
+        """Return what the tables hold of the rollouts, without moments, ids and hashes, which differ each time.
 
         Fails when a row stands without those that are written with it.
         """
