@@ -121,7 +121,7 @@ class OpenedFile:
 
     def loss(self, connection: OpenedConnection | None = None) -> StoreUnavailableError | None:
         """Return the error for what is no longer at the path, or None."""
-        if not self._is_there():
+        if self.file is None or not self._is_there():
             return gone(self._url)
         status = _status(f"{self._path}-wal")
         self.log_size = 0 if status is None else status.st_size
