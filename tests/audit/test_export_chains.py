@@ -164,8 +164,8 @@ async def test_a_call_that_does_not_continue_its_parent_begins_a_row_that_says_w
         (0, 2, None),
         (1, 2, reason),
     ]
-    # A parent that is nowhere is lost.
-    whole = reason != "parent_missing"
+    # A parent that is nowhere is lost, and calls in a circle have lost theirs.
+    whole = reason not in ("parent_missing", "parent_cycle")
     assert [(row["whole"], row["calls_left_out"]) for row in (first, second)] == [(whole, 0)] * 2
     assert (left_out(tmp_path / "out"), report.breaks) == ([], {reason: 1})
     assert (report.ok, report.trained_tokens, report.calls) == (True, 3, 3)

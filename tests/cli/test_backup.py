@@ -315,5 +315,5 @@ def test_the_command_says_what_it_wrote_and_which_marks_wait(
     out, err = run(str(tmp_path / "second.db"), "--json")
     said = json.loads(out)
     assert (said["calls"], said["waiting_marks"]) == (20, 1)
-    assert "1 mark for this database still on this host" in err
+    assert "1 mark for this database waiting on this host" in err
     assert "spill replay" in err

@@ -44,7 +44,7 @@ def backup(
     waiting = _waiting(url)
     if waiting:
         typer.echo(
-            f"note: {plural(waiting, 'mark')} for this database still on this host, and not in the backup: "
+            f"note: {plural(waiting, 'mark')} for this database waiting on this host, so not in the backup: "
             f"`tokencustody spill replay --url {printable(made.database)}`, then back it up again",
             err=True,
         )

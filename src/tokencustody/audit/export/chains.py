@@ -95,6 +95,7 @@ class Forest:
             whole=not (
                 rollout.incomplete
                 or broken[Why.PARENT_MISSING]
+                or broken[Why.PARENT_CYCLE]
                 or any(not Why(left.reason).is_harmless for left in self.left_out)
             ),
             is_held=all(left.reason == Why.NO_GENERATED_TOKENS for left in self.left_out),
