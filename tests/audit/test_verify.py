@@ -306,7 +306,7 @@ PLANTED = {
     ),
     "an export of another snapshot": Planted(
         _sql(
-            "INSERT INTO exports SELECT run, rollout_id, 'x', 'another', 1, 'folder', :zeros, opened_at, 'me'"
+            "INSERT INTO exports SELECT run, rollout_id, 'x', 'another', 1, 'folder', :zeros, opened_at, 'me', TRUE"
             " FROM fences WHERE run = :run AND rollout_id = 'linear'",
             zeros=ZEROS,
         ),

@@ -45,6 +45,7 @@ _NOT_PROVEN = {
         "written_by",
         "manifest_sha256",
         "version",
+        "is_held",
     },
     # The whole row is moved to another rollout, where nobody looks here.
     "ledger_calls": _KEYS,
@@ -97,7 +98,7 @@ def test_a_flipped_bit_is_found_wherever_something_else_proves_the_value(tmp_pat
         file.execute("PRAGMA ignore_check_constraints = ON")
         file.execute("PRAGMA synchronous = OFF")
         file.execute(
-            "INSERT INTO exports SELECT run, rollout_id, 'x', snapshot_id, version, 'folder', ?, opened_at, 'me'"
+            "INSERT INTO exports SELECT run, rollout_id, 'x', snapshot_id, version, 'folder', ?, opened_at, 'me', TRUE"
             " FROM fences WHERE run = ? AND rollout_id = 'linear'",
             ("ab" * 32, RUN),
         )
