@@ -14,7 +14,7 @@ from functools import cache
 
 from sqlalchemy import insert
 
-from tests.support.entries import make_entry
+from tests.support.entries import REQUEST, make_entry
 from tests.support.machine import needs_linux
 from tokencustody import TokenEntry, open_store
 from tokencustody.sql.codec import pack_entry, validated
@@ -76,6 +76,7 @@ def long_call(number: int) -> TokenEntry:
     return make_entry(
         model_call_id=f"call-{number:05}",
         prompt=prompt,
+        request=REQUEST,
         generation=list(range(70_030, 70_060)),
         text=f"answer {number}{TEXT}",
         parent="call-00000" if number % 2 else None,
