@@ -17,6 +17,7 @@ import json
 import os
 import random
 import selectors
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,8 @@ from campaigns.options import positive
 from campaigns.servers import PostgresCluster
 from tokencustody import CaptureStore, ParentResolutionStatus, TokenEntry, open_store, stamp_lineage
 from tokencustody.errors import StoreUnavailableError
+from tokencustody.sql import postgresql
+from tokencustody.store import inserting
 
 WRITERS = 2
 TASKS = 4
@@ -247,11 +250,13 @@ async def write(url: str, log: Path, number: str) -> None:
 
 def sync_nothing() -> None:
     """Take the protection of this process's stores away, to show what a cut does without it."""
+    never = "set_config('synchronous_commit', 'off', true)"
+    inserting.DURABLE_COMMIT = postgresql.DURABLE_COMMIT = never  # type: ignore[attr-defined]
 
     @event.listens_for(Pool, "checkout")
     def relax(connection: Any, *_: object) -> None:
         # After the store has made sure that its connections are safe.
-        is_file = type(connection).__module__ == "tokencustody.sql.sqlite"
+        is_file = isinstance(connection, sqlite3.Connection)
         cursor = connection.cursor()
         cursor.execute("PRAGMA synchronous = NORMAL" if is_file else "SET synchronous_commit = off")
         cursor.close()

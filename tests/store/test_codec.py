@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.store.rows import rows_of, run_sql
-from tests.support.entries import make_entry
+from tests.support.entries import REQUEST, make_entry
 from tokencustody import CaptureStore, TokenEntry, open_store
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.sql import tables
@@ -111,6 +111,7 @@ def awkward_entry(rollout_id: str = "rollout-1") -> TokenEntry:
     return make_entry(
         rollout_id,
         prompt=[0, 65535, 65536, 2**32 - 1, 2**32, 2**63, 2**64 - 1],
+        request=REQUEST,
         generation=list(range(len(log_probs))),
         log_probs=log_probs,
         model="nul \0 and 😀",
