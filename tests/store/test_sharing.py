@@ -347,7 +347,7 @@ def test_whoever_wrote_what_each_call_comes_back_in_every_bit_and_shares_what_is
 
 # Single promises.
 
-PARENT = make_entry(ROLLOUT, "parent", prompt=[1, 2, 3], generation=[4, 5])
+PARENT = make_entry(ROLLOUT, "parent", prompt=[1, 2, 3], generation=[4, 5], request=REQUEST)
 CHILD = make_entry(
     ROLLOUT,
     "child",
@@ -357,7 +357,7 @@ CHILD = make_entry(
     request=continuation(REQUEST, "Paris.", "And of Spain?"),
     text="Madrid.",
 )
-OTHER_PARENT = make_entry(ROLLOUT, "parent", prompt=[1, 2, 3], generation=[4, 9])
+OTHER_PARENT = make_entry(ROLLOUT, "parent", prompt=[1, 2, 3], generation=[4, 9], request=REQUEST)
 OTHER_CHILD = make_entry(ROLLOUT, "other-child", prompt=[1, 2, 3, 4, 9, 6], generation=[7], parent="parent")
 
 
