@@ -199,6 +199,58 @@ def test_a_forked_process_that_ends_without_using_the_store_takes_nothing_from_i
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+FORK_WHILE_A_THREAD_MAKES_THE_FIRST_STORE = """
+import os, signal, sys, threading, warnings
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from tests.faults.test_processes import put_and_close
+from tokencustody import open_store
+
+warnings.simplefilter("ignore", DeprecationWarning)
+inside, forking, forked = threading.Event(), threading.Event(), threading.Event()
+
+
+class HeldOnce(MeterProvider):
+    lock = threading.Lock()
+
+    def get_meter(self, *arguments, **more):
+        with self.lock:
+            inside.set()
+            forking.wait(20)
+            forked.wait(0.5)  # ends at once only where a fork does not wait for this
+            return super().get_meter(*arguments, **more)
+
+
+metrics.set_meter_provider(HeldOnce())
+os.register_at_fork(before=forking.set, after_in_parent=forked.set)
+made = []
+thread = threading.Thread(target=lambda: made.append(open_store(sys.argv[1])))
+thread.start()
+assert inside.wait(20)
+child = os.fork()
+if not child:
+    signal.alarm(30)  # a child that waits for ever is killed
+    put_and_close(open_store(sys.argv[1]), "child")
+    os._exit(0)
+thread.join()
+assert os.waitpid(child, 0)[1] == 0
+put_and_close(*made, "parent")
+"""
+
+
+async def test_a_fork_while_a_thread_makes_the_first_store_of_its_process_leaves_no_lock_held(
+    store_url: str,
+) -> None:
+    migrate.upgrade(store_url)
+    command = [sys.executable, "-c", FORK_WHILE_A_THREAD_MAKES_THE_FIRST_STORE, store_url]
+    ended = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    async with open_store(store_url) as store:
+        assert await calls_of(store) == {"child", "parent"}
+
+
 async def test_a_fork_server_makes_the_store_from_its_arguments(store_url: str) -> None:
     async with open_store(store_url) as store:
         await store.sink.put(make_entry(model_call_id="parent"))

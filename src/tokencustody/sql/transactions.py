@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
@@ -59,6 +60,11 @@ _LONGEST_PAUSE = 0.25
 # More transactions at once than this gain nothing and make smaller batches.
 _LANES = 2
 
+# What is imported or made for the first time on the way of a call, a fork in another thread would leave locked in the
+# child. So it is done when a store is made, and a fork waits for that.
+_making = threading.RLock()
+os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
+
 
 @dataclass(frozen=True, eq=False)
 class SharedWrite(Generic[Item, Answer]):
@@ -100,10 +106,10 @@ class Database:
             raise InvalidRecordError(f"coalesce must be one of {', '.join(Coalesce)}, not {coalesce!r}")
         self.url = url
         self._creates = creates and not read_only
-        # What is imported or made for the first time on the way of a call, a fork in another thread would leave locked.
-        telemetry.publish()
-        if url.is_sqlite and self._creates:
-            prepare()
+        with _making:
+            telemetry.publish()
+            if url.is_sqlite and self._creates:
+                prepare()
         self._coalesce = Coalesce(coalesce)
         self._key = EngineKey(url, pool_size, deadline, read_only)
         # The SQLite file that this store has used, in whatever loop or process.
