@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from tests.control.serving import AUTH, RETIRE, TOKEN, RememberingLedger, manife
 from tests.support.ledger import make_commit
 from tokencustody.cli import main
 from tokencustody.control import RolloutControlClient, make_control_app, server
+from tokencustody.sql import migrate
 from tokencustody.sql.url import parse_url
 from tokencustody.store import SqlLineageStore
 
@@ -29,6 +31,13 @@ serve = importlib.import_module("tokencustody.cli.serve")
 
 VARIABLE = "TRAINER_TOKEN"
 Failing = Callable[..., str]
+
+
+@pytest.fixture
+def sqlite_url(sqlite_url: str) -> str:
+    """A SQLite file that is there, for the command makes none."""
+    migrate.upgrade(sqlite_url)
+    return sqlite_url
 
 
 @contextlib.contextmanager
@@ -187,6 +196,16 @@ def test_a_database_without_tables_is_an_error_with_the_command_to_run(
 ) -> None:
     line = failing("--url", empty_postgres_url, TOKENCUSTODY_AUTH_TOKEN=TOKEN)
     assert f"run `tokencustody db upgrade --url {parse_url(empty_postgres_url).display}`" in line
+
+
+def test_a_missing_file_is_an_error_with_what_to_do_and_not_created(failing: Failing, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.db"
+    # No host, so that the command ends in any case.
+    line = failing("--url", str(missing), "--host", "999.0.0.1", TOKENCUSTODY_AUTH_TOKEN=TOKEN)
+    assert line.startswith(
+        f"sqlite:///{missing} does not exist: look at the path, or begin a new database with "
+    )
+    assert not missing.exists()
 
 
 def test_an_unreachable_database_is_an_error_without_its_password(

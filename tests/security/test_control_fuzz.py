@@ -14,6 +14,7 @@ from tests.security.serving import serve_process
 from tests.support import databases
 from tests.support.postgres import Server
 from tokencustody.control.openapi import control_openapi
+from tokencustody.sql import migrate
 
 schema = schemathesis.openapi.from_dict(control_openapi())
 
@@ -21,7 +22,9 @@ schema = schemathesis.openapi.from_dict(control_openapi())
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def base_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if request.param == "sqlite":
-        with serve_process(f"sqlite:///{tmp_path_factory.mktemp('fuzz') / 'captures.db'}") as url:
+        store_url = f"sqlite:///{tmp_path_factory.mktemp('fuzz') / 'captures.db'}"
+        migrate.upgrade(store_url)
+        with serve_process(store_url) as url:
             yield url
     else:
         server: Server = request.getfixturevalue("postgres")

@@ -46,10 +46,10 @@ async def check_asked(database: Database, wanted: RolloutFilter) -> None:
 async def run_to_serve(url: str | os.PathLike[str], run: str | None, *, deadline: float) -> tuple[str, str]:
     """Return the run that a server of one run is for, and what a person should know of it, or nothing.
 
-    Without a name it is `default`, if the database has no other run. One that is not there yet may come. Raises
-    RolloutNotFoundError where a name is needed, and what `reach` raises.
+    Without a name it is `default`, if the database has no other run. One that is not there yet may come; a SQLite file
+    that does not exist is not made. Raises RolloutNotFoundError where a name is needed, and what `reach` raises.
     """
-    database = Database(parse_url(url), deadline=deadline, pool_size=1)
+    database = Database(parse_url(url), deadline=deadline, pool_size=1, creates=False)
     try:
         runs = await database.read(runs_txn)
         if run is None:
