@@ -24,6 +24,7 @@ rollouts = importlib.import_module("tokencustody.cli.rollouts")
 
 Failing = Callable[..., str]
 COMMANDS = [["rollouts"], ["show", "rollout-1"]]
+READING = [*COMMANDS, ["runs"], ["sql", "SELECT 1"], ["db", "current"]]
 SCRIPT = str(Path(sysconfig.get_path("scripts")) / "tokencustody")
 ENTRY_POINTS = [[sys.executable, "-m", "tokencustody"], [SCRIPT]]
 
@@ -112,7 +113,7 @@ def test_an_id_outside_the_rules_is_refused(
     assert said in failing(*arguments, "--url", sqlite_url)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", READING, ids=" ".join)
 def test_a_missing_file_is_named_and_not_created(
     failing: Failing, command: list[str], tmp_path: Path
 ) -> None:

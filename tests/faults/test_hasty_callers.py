@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.faults.test_cancellation import Stepped, cancelled_at
 from tests.support.entries import make_entry
 from tokencustody import CaptureStore, open_store
 from tokencustody.sql import migrate
+from tokencustody.sql.url import parse_url
 
 Operation = Callable[[CaptureStore], Coroutine[Any, Any, object]]
 CALLS: dict[str, Operation] = {
@@ -110,6 +112,7 @@ async def test_a_store_closes_while_its_first_use_goes_on_for_a_cancelled_caller
         assert await cancelled_at(store.sink.put(make_entry()), 1)
         for _ in range(turns):
             await asyncio.sleep(0)
-    assert migrate.current(store_url) in (None, migrate.HEAD)
+    if not store_url.startswith("sqlite") or await asyncio.to_thread(Path(parse_url(store_url).dsn).exists):
+        assert migrate.current(store_url) in (None, migrate.HEAD)
     async with open_store(store_url) as store:
         await store.sink.put(make_entry())

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -26,6 +27,12 @@ def run(*arguments: str, code: int = 0, typed: str | None = None, **environment:
     return result
 
 
+def make_file(url: str) -> None:
+    """Make the file of a SQLite database, without a table."""
+    if url.startswith("sqlite"):
+        Path(parse_url(url).dsn).touch()
+
+
 def test_upgrade_says_from_where_to_where(empty_url: str) -> None:
     shown = parse_url(empty_url).display
     assert run("upgrade", "--url", empty_url).output.splitlines() == [
@@ -37,6 +44,7 @@ def test_upgrade_says_from_where_to_where(empty_url: str) -> None:
 
 def test_current_and_check_follow_the_database(empty_url: str) -> None:
     shown = parse_url(empty_url).display
+    make_file(empty_url)
     assert "no tokencustody tables" in run("current", "--url", empty_url).output
     assert shown in run("check", "--url", empty_url, code=1).output
     run("upgrade", TOKENCUSTODY_URL=empty_url)
@@ -63,6 +71,7 @@ def test_check_lists_every_difference(empty_url: str) -> None:
 
 def test_json_says_the_same(empty_url: str) -> None:
     shown = parse_url(empty_url).display
+    make_file(empty_url)
     before = json.loads(run("current", "--json", "--url", empty_url).output)
     assert before == {"url": shown, "revision": None, "head": migrate.HEAD}
     refused = json.loads(run("check", "--json", "--url", empty_url, code=1).output)

@@ -68,7 +68,7 @@ def downgrade(
 
 @db.command()
 def current(url: Url, as_json: Json = False) -> None:
-    """Print the revision that a database is on."""
+    """Print the revision that a database is on. Exit code 1 for a SQLite file that does not exist."""
     from tokencustody.sql import migrate
 
     revision = migrate.current(url)

@@ -110,8 +110,14 @@ def downgrade(url: Url, revision: str, progress: Progress | None = None) -> Revi
 
 
 def current(url: Url) -> str | None:
-    """Return the revision a database is on, or None where nothing was migrated. Creates nothing."""
-    return _read(_parsed(url), _stored, missing=_Stored(None, None)).revision
+    """Return the revision a database is on, or None where nothing was migrated. Creates nothing.
+
+    A SQLite file that does not exist is a StoreUnavailableError.
+    """
+    target = _parsed(url)
+    if _is_missing(target):
+        raise StoreUnavailableError(missing(target))
+    return _connected(target, _stored, writes=False).revision
 
 
 def check(url: Url) -> list[str]:
@@ -120,7 +126,8 @@ def check(url: Url) -> list[str]:
     Compares the revision, the wire schemas, each column, constraint and index of the tables, and the text of the views
     and functions; what else is in the database is not looked at. Creates nothing.
     """
-    return _read(_parsed(url), _problems, missing=["the file does not exist"])
+    target = _parsed(url)
+    return ["the file does not exist"] if _is_missing(target) else _connected(target, _problems, writes=False)
 
 
 def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
@@ -245,10 +252,6 @@ def _run(
 
     with _turn:
         return transact(url, work)
-
-
-def _read(url: DatabaseUrl, work: Callable[[Connection], Result], *, missing: Result) -> Result:
-    return missing if _is_missing(url) else _connected(url, work, writes=False)
 
 
 def _connected(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
