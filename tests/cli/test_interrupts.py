@@ -170,10 +170,7 @@ original, runner._run = runner._run, hang
 DELETES_NOTHING = """
 from tokencustody.errors import StoreUnavailableError
 from tokencustody.store import SqlStagingStore, SqlTokenSource
-delete = SqlTokenSource.delete
 async def lost(self, rollout_ids):
-    if rollout_ids == ["conformance-reachable"]:
-        return await delete(self, rollout_ids)
     {lost}
 SqlTokenSource.delete = lost
 """
