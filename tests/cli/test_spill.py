@@ -68,6 +68,10 @@ def test_what_waits_is_listed_with_exit_code_1_whatever_its_names_hold(
     assert (shown.code, shown.err) == (1, "")
     assert "call \\x1b[31m[bold]\\u202e" in shown.out
     assert "1 mark and 1 corrupt file in" in shown.out
+    heading, row, damage = shown.out.splitlines()[:3]
+    assert heading.split() == ["at", "database", "run", "rollout", "call"]
+    assert spill.address in row
+    assert damage == f"corrupt: {corrupt}"
     listed = run(capsys, monkeypatch, "list", "--json")
     assert listed.code == 1
     mark, torn = json.loads(listed.out)["files"]

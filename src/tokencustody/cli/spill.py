@@ -54,11 +54,16 @@ def list_(folder: Folder = None, as_json: Json = False) -> None:
     elif not files:
         typer.echo(f"no mark waits in {root}")
     else:
-        console(folds=True).print(_table(files))
+        marks = [file for file in files if file.mark]
+        corrupt = [file for file in files if not file.mark]
+        if marks:
+            console(folds=True).print(_table(marks))
+        for file in corrupt:
+            typer.echo(f"corrupt: {printable(str(file.path))}")
         typer.echo(f"{_counted(files)} in {root}")
-        if any(file.mark for file in files):
+        if marks:
             typer.echo("replay with: tokencustody spill replay --url URL")
-        if any(file.mark is None for file in files):
+        if corrupt:
             typer.echo(
                 "a corrupt file was the mark of a rollout, which is neither frozen nor let go here: a freeze names it, "
                 "and `tokencustody spill mark` or `tokencustody spill discard` decides"
@@ -252,9 +257,7 @@ def _table(files: list[SpilledFile]) -> Any:
 
     table = Table("at", "database", "run", "rollout", "call", box=None)
     for file in files:
-        if file.mark is None:
-            table.add_row("corrupt", literal(str(file.path)), "", "", "")
-        else:
+        if file.mark is not None:
             key = file.mark.key
             row = (file.database, key.run, key.rollout_id, file.mark.model_call_id or "(unnamed)")
             table.add_row(moment(file.mark.stamp.at), *map(literal, row))
