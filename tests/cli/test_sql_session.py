@@ -54,6 +54,22 @@ def test_commands_of_habit_answer_and_leave(ask: Ask, url: str) -> None:  # noqa
     assert ask("--url", url, "--csv", typed="SELECT 1 AS\nquit\n;") == (0, "quit\n1\n", "")
 
 
+@pytest.mark.parametrize("ahead", ["-- what is there?", "SELECT 1; -- one", "SELECT 1;", "/* so\nmuch */"])
+def test_a_command_is_one_behind_comments_and_statements_too(ask: Ask, url: str, ahead: str) -> None:  # noqa: F811
+    for between in ("\n", " ") if ahead.endswith(";") else ("\n",):
+        code, out, err = ask("--url", url, typed=f"{ahead}{between}.tables\n\\x on\nSELECT 2 AS two;")
+        assert (code, err) == (0, "")
+        assert "audit_rollouts" in out
+        assert "two | 2" in out
+
+
+def test_a_command_within_a_statement_is_named(ask: Ask, url: str) -> None:  # noqa: F811
+    code, out, err = ask("--url", url, typed="SELECT 1\n.tables\n")
+    assert (code, out) == (1, "")
+    assert err.endswith("; before .tables the statement must end with a semicolon\n")
+    assert len(err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("wrong", ["\\foo", ".mode csv", "\\d nowhere", "\\x sideways", "\\timing maybe"])
 def test_a_command_that_is_not_there_is_an_error_in_one_line(ask: Ask, sqlite_url: str, wrong: str) -> None:  # noqa: F811
     migrate.upgrade(sqlite_url)

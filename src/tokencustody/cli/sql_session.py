@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from tokencustody.audit.splitting import split
 from tokencustody.cli.printing import printable
 from tokencustody.cli.sql_output import Expanded, Show, Table
 
@@ -39,6 +40,8 @@ _SAME = {
 }  # fmt: skip
 # These take no backslash, and mean something only alone.
 _WORDS = {"help", "?", "quit", "exit"}
+# What begins like this is no SQL.
+_MARKS = ("\\", ".")
 _KEYWORDS = (
     "SELECT", "FROM", "WHERE", "GROUP", "ORDER", "BY", "HAVING", "LIMIT", "OFFSET", "WITH", "AS", "ON",
     "USING", "JOIN", "LEFT", "INNER", "CROSS", "UNION", "ALL", "EXCEPT", "INTERSECT", "DISTINCT", "AND", "OR",
@@ -74,27 +77,35 @@ class Session:
         """
         self._line += 1
         command = line.strip().rstrip(";").strip()
-        if not self._typed and (command.startswith(("\\", ".")) or command.lower() in _WORDS):
+        if not self._typed and (command.startswith(_MARKS) or command.lower() in _WORDS):
             return self._command(command)
-        if not self._typed:
+        goes_on = self.goes_on
+        if not goes_on:
             self._begins = self._line
         self._typed += f"{line}\n"
-        if ";" not in line:
-            self._typed = self._typed if self._typed.strip() else ""
+        if goes_on and ";" not in line and "*/" not in line:
             return True
-        found, rest = self._queries.statements(self._typed)
-        self._typed = f"{rest}\n" if rest else ""
-        return all(self._ask(statement, where) for statement in found)
+        found, rest = self._queries.statements(self._typed) if ";" in line else ([], self._typed)
+        if rest.startswith(_MARKS):
+            found, rest = [*found, rest], ""
+        # Comments alone are no statement that goes on.
+        self._typed = f"{rest.rstrip()}\n" if any(split(f"{rest}\n;")) else ""
+        return all(self._run(statement, where) for statement in found)
 
     def finish(self, *, where: str = "") -> bool:
         """Run what stands after the last semicolon; return whether it was right."""
         found, rest = self._queries.statements(self._typed)
         self._typed = ""
-        return all(self._ask(statement, where) for statement in [*found, rest] if statement)
+        return all(self._run(statement, where) for statement in [*found, rest] if statement)
 
     def forget(self) -> None:
         """Forget the statement that has begun."""
         self._typed = ""
+
+    def _run(self, statement: str, where: str) -> bool:
+        if statement.startswith(_MARKS):
+            return self._command(statement.rstrip(";").strip())
+        return self._ask(statement, where)
 
     def _ask(self, statement: str, where: str = "", show: Show | None = None) -> bool:
         from tokencustody.audit.queries import QueryError
@@ -104,7 +115,7 @@ class Session:
             self._queries.run(statement, show or self._show)
         except QueryError as exc:
             at = f"{printable(where)}, the statement that begins in line {self._begins}: " if where else ""
-            typer.echo(f"error: {at}{printable(str(exc))}", err=True)
+            typer.echo(f"error: {at}{printable(str(exc))}{_why(statement)}", err=True)
             return False
         if self._timed:
             typer.echo(f"{1000 * (time.perf_counter() - began):.1f} ms")
@@ -172,6 +183,11 @@ class Session:
         wanted = text.lower()
         keywords = [word if text[:1].isupper() else word.lower() for word in _KEYWORDS]
         return [word for word in [*self._names, *keywords] if word.lower().startswith(wanted)]
+
+
+def _why(statement: str) -> str:
+    command = re.search(r"^\s*([.\\][a-z?]+)", statement, re.MULTILINE)
+    return f"; before {command[1]} the statement must end with a semicolon" if command else ""
 
 
 def _wrong(said: str) -> bool:
