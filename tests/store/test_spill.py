@@ -35,6 +35,7 @@ from tokencustody import CaptureStore, open_store
 from tokencustody.cli import app
 from tokencustody.errors import (
     CorruptEntryError,
+    DamagedMarkError,
     DurabilityError,
     InvalidRecordError,
     SchemaMismatchError,
@@ -488,6 +489,23 @@ async def test_a_damaged_mark_hinders_no_other_and_its_rollout_is_neither_frozen
         assert str(aside[0]) in caplog.text
         aside[0].unlink()
         assert (await store.source.freeze("rollout-1")).incomplete
+
+
+@pytest.mark.parametrize("removal", ["retire", "delete"])
+async def test_damaged_marks_keep_their_own_rollouts_from_removal_and_all_are_named(
+    store_url: str, spill: Spill, removal: str
+) -> None:
+    names = [f"rollout-{number}" for number in range(5)]
+    async with open_store(store_url, run=RUN) as store:
+        for name in names:
+            await store.sink.put(make_entry(name))
+        for name in names[1:4:2]:
+            spill.keep(make_mark(rollout=name)).write_bytes(b"torn")
+        with pytest.raises(DamagedMarkError) as refused:
+            await getattr(store.source, removal)(names)
+        assert [name for name in names if f"rollout {name} of run" in str(refused.value)] == names[1:4:2]
+    (held,) = {tuple(row["rollout_id"] for row in await rows_of(store_url, tables.entries))}
+    assert sorted(held) == names[1:4:2]
 
 
 @pytest.mark.parametrize("moment", ["waiting", "damaged", "claim"])

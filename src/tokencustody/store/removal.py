@@ -7,6 +7,7 @@ from datetime import datetime
 
 from sqlalchemy import Connection, delete, select
 
+from tokencustody.errors import DamagedMarkError
 from tokencustody.protocols import RolloutRemovalPayload
 from tokencustody.sql.tables import (
     FenceState,
@@ -63,7 +64,8 @@ class RolloutRemover(SqlStore):
         """Remove the records of rollouts in any state and keep their fences. Repeating it is a no-op.
 
         All ids are checked before anything changes: TypeError for a bare string, InvalidRecordError for an id outside
-        the rules. Each rollout is retired in a transaction of its own.
+        the rules. Each rollout is retired in a transaction of its own. Those of which a mark on this host is damaged
+        are left as they are and named, when all others are done, by one DamagedMarkError.
         """
 
         def retire_one(connection: Connection, key: RolloutKey, stamp: Stamp) -> bool:
@@ -75,7 +77,7 @@ class RolloutRemover(SqlStore):
     async def delete(self, rollout_ids: Sequence[str]) -> RolloutRemovalPayload:
         """Remove the records, fences and histories of rollouts, after which their ids read as unused.
 
-        Repeating it is a no-op. Checks and transactions as for `retire`.
+        Repeating it is a no-op. Checks, transactions and damaged marks as for `retire`.
         """
 
         def delete_one(connection: Connection, key: RolloutKey, _stamp: Stamp) -> bool:
@@ -86,9 +88,16 @@ class RolloutRemover(SqlStore):
 
     async def _for_each(self, rollout_ids: Sequence[str], remove: _Removal) -> RolloutRemovalPayload:
         result = RolloutRemovalPayload(absent=[], removed=[])
+        damaged: list[DamagedMarkError] = []
         for rollout_id in check_batch(rollout_ids):
-            removed = await self._remove(RolloutKey(self.run, rollout_id), remove)
-            result["removed" if removed else "absent"].append(rollout_id)
+            try:
+                removed = await self._remove(RolloutKey(self.run, rollout_id), remove)
+            except DamagedMarkError as exc:
+                damaged.append(exc)
+            else:
+                result["removed" if removed else "absent"].append(rollout_id)
+        if damaged:
+            raise DamagedMarkError("; ".join(map(str, damaged))) from damaged[0]
         return result
 
     async def _remove(self, key: RolloutKey, remove: _Removal) -> bool:
