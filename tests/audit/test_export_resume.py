@@ -259,6 +259,32 @@ async def test_a_folder_with_other_files_is_refused_and_left_as_it_is(
         await export(sqlite_url, tmp_path / "file")
 
 
+@pytest.mark.parametrize(
+    ("point", "name"),
+    [
+        (POINTS[2], "stranger.tokens.jsonl"),
+        (POINTS[2], "rollout-002.tokens.jsonl"),
+        (POINTS[2], "thesis.partial"),
+        (POINTS[1], "rollout-001.tokens.jsonl"),
+    ],
+)
+async def test_a_begun_folder_with_a_file_of_somebody_else_is_refused_and_loses_none(
+    store_url: str, tmp_path: Path, point: str, name: str
+) -> None:
+    await put_linear(store_url, 3)
+    out = tmp_path / "out"
+    with stopping_at(point, times=2), pytest.raises(asyncio.CancelledError):
+        await export(store_url, out, options("gym"))
+    theirs = out / name
+    theirs.write_text("theirs")
+    with pytest.raises(ExportError, match=f"holds other files: '{name}'"):
+        await export(store_url, out, options("gym"))
+    assert theirs.read_text() == "theirs"
+    theirs.unlink()
+    report = await export(store_url, out, options("gym"))
+    assert (report.rollouts, report.resumed) == (3, True)
+
+
 async def test_two_exports_do_not_fill_the_same_folder_at_once(sqlite_url: str, tmp_path: Path) -> None:
     await put_linear(sqlite_url, 1)
 

@@ -1,8 +1,9 @@
 """The folder that an export fills: files that are whole or not there, how far it came, and last the manifest.
 
-A part is a file, or several, that are finished together: written under temporary names, synced, renamed, and only then
-noted in the progress file. What is not noted is written again by the next run. The manifest takes the place of the
-progress file when all parts are there.
+A part is a file, or several, that are finished together: written under temporary names, synced, announced in the
+progress file with their hashes, renamed, and only then noted there as finished. What is not noted is written again by
+the next run, which removes what was announced and nothing else. The manifest takes the place of the progress file when
+all parts are there.
 """
 
 from __future__ import annotations
@@ -30,11 +31,7 @@ PROGRESS = "_progress.jsonl"
 _OLD_MANIFEST = "manifest.json"
 _OLD_PROGRESS = "progress.jsonl"
 _TEMPORARY = ".partial"
-# What a part may consist of; nothing else in the folder is ever removed.
-_OURS = re.compile(
-    r"part-(?P<part>\d{5})\.(parquet|jsonl)|.+\.tokens\.(jsonl|state\.json|intents|incomplete)|.+\.lineage\.jsonl|"
-    rf".*{re.escape(_TEMPORARY)}"
-)
+_TEMPORARY_NAME = re.compile(rf"\.\d{{5,}}{re.escape(_TEMPORARY)}")
 # What readers pass over: hidden files, and the empty locks that Gym makes beside its token files.
 _NO_DATA = re.compile(r"[._].*|.+\.tokens\.lock", re.DOTALL)
 
@@ -46,6 +43,8 @@ class ExportFolder:
         self.path = path
         self._ours: list[Path] = []
         self._written: list[tuple[Path, str, int]] = []
+        # What a run before was about to name, and did not note as finished.
+        self._announced: list[WrittenFile] = []
 
     @property
     def is_begun(self) -> bool:
@@ -96,8 +95,9 @@ class ExportFolder:
                 os.truncate(progress, len(whole))
         if not whole:
             return None
-        header, *parts = (_object(line, progress) for line in whole.splitlines())
-        return header, [Part.read(part) for part in parts]
+        header, *lines = (_object(line, progress) for line in whole.splitlines())
+        self._announced = [WrittenFile(**file) for line in lines for file in line.get("announced", ())]
+        return header, [Part.read(line) for line in lines if "announced" not in line]
 
     def check_alone(self, files: Iterable[WrittenFile]) -> None:
         """Raise ExportError that names a file beside these, if a reader of the folder would take it for a part."""
@@ -116,13 +116,22 @@ class ExportFolder:
         self._note(header)
 
     def remove_unfinished(self, parts: Iterable[Part]) -> None:
-        """Remove files of the part that was not finished after these."""
-        parts = list(parts)
+        """Remove what an export wrote and did not finish: temporary files, and what it announced after these parts.
+
+        A file that is not byte for byte what was announced is somebody else's, and stays.
+        """
         finished = {file.name for part in parts for file in part.files}
         with saying(self.path):
             for path in list(self.path.iterdir()):
-                ours = _OURS.fullmatch(path.name)
-                if path.name not in finished and ours and ours["part"] in (None, f"{len(parts):05}"):
+                if _TEMPORARY_NAME.fullmatch(path.name):
+                    path.unlink()
+            for file in self._announced:
+                path = self.path / file.name
+                if (
+                    file.name not in finished
+                    and path.is_file()
+                    and _measured(path) == (file.bytes, file.sha256)
+                ):
                     path.unlink()
 
     @contextmanager
@@ -162,12 +171,17 @@ class ExportFolder:
         files = []
         for temporary, name, rows in self._written:
             with saying(self.path / name):
-                size, sha256 = _measured(temporary)
+                files.append(WrittenFile(name, rows, *_measured(temporary)))
+        self._note({"announced": [asdict(file) for file in files]})
+        self._rename()
+        return tuple(files)
+
+    def _rename(self) -> None:
+        for temporary, name, _ in self._written:
+            with saying(self.path / name):
                 temporary.replace(self.path / name)
-            files.append(WrittenFile(name, rows, size, sha256))
         self._written.clear()
         self._sync()
-        return tuple(files)
 
     def note(self, part: Part) -> None:
         """Note durably that a part is finished."""
@@ -178,7 +192,7 @@ class ExportFolder:
         data = json.dumps(manifest, indent=1).encode() + b"\n"
         with self.writing(MANIFEST, rows=0) as stream:
             stream.write(data)
-        self.publish()
+        self._rename()
         self.remove_progress()
         return hashlib.sha256(data).hexdigest()
 
@@ -244,7 +258,7 @@ class ExportFolder:
 def _object(data: bytes, path: Path) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         document = json.loads(data)
-        if isinstance(document, dict) and ("export_id" in document or "after" in document):
+        if isinstance(document, dict) and document.keys() & {"export_id", "announced", "after"}:
             return dict(document)
     raise ExportError(f"{path} is not what an export wrote; name a new folder")
 
