@@ -136,6 +136,11 @@ class Summary:
             )
             for operation in violation.operations:
                 console.print(f"    {escape(str(operation))}", soft_wrap=True)
+        for rollout in self.undecided[:_MOST_SHOWN]:
+            console.print(
+                f"[red]undecided[/] {escape(rollout)}: the search for an order of its operations was given up",
+                soft_wrap=True,
+            )
         if len(self.violations) > _MOST_SHOWN:
             console.print(f"and {len(self.violations) - _MOST_SHOWN:,} more violations")
         colour = "green" if self.passed else "red"

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from campaigns.model import CONFLICT_ERROR, OPERATIONS, READS, Answer, Arguments, RolloutState, State
 from campaigns.outlook import can_still_answer
 
-DEFAULT_LIMIT = 100_000
+DEFAULT_LIMIT = 1_000_000
 
 _WIPES = frozenset({"delete", "unstage"})
 
