@@ -181,7 +181,10 @@ async def test_a_rollout_that_was_retired_in_another_way_since_is_reported(
         await store.sink.mark_incomplete("changed")
         await store.source.retire(["changed"])
     report = await export(store_url, tmp_path / "out", retire=True)
-    assert [(kept.rollout_id, kept.why) for kept in report.kept] == [("changed", WhyKept.CHANGED)]
+    assert {kept.rollout_id: kept.why for kept in report.kept} == {
+        "changed": WhyKept.CHANGED,
+        "dropped": WhyKept.RETIRED,
+    }
 
 
 async def test_a_rollout_of_which_a_call_was_left_out_is_not_retired(store_url: str, tmp_path: Path) -> None:
@@ -269,21 +272,37 @@ async def test_a_rollout_that_sampled_nothing_at_all_is_handed_over_with_the_oth
     assert await states(store_url) == {"rollout-000": "retired", "silent": "retired"}
 
 
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 @pytest.mark.parametrize("together", [False, True], ids=["one-after-the-other", "at-once"])
 async def test_of_two_exports_that_hold_the_same_rollouts_each_is_handed_over_by_one(
-    store_url: str, tmp_path: Path, together: bool
+    store_url: str, tmp_path: Path, together: bool, marked: bool
 ) -> None:
     await put_linear(store_url, 6)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
-        await export(store_url, folder, mark=False)
+        await export(store_url, folder, mark=marked)
     retiring = [export(store_url, folder, retire=True) for folder in folders]
     reports = await asyncio.gather(*retiring) if together else [await each for each in retiring]
     assert sum(report.retired for report in reports) == 6
     assert {kept.why for report in reports for kept in report.kept} == {WhyKept.RETIRED}
     assert sum(len(report.kept) for report in reports) == 6
     assert not all(report.ok for report in reports)
-    assert len(await marks(store_url)) == 6
+    assert len(await marks(store_url)) == (12 if marked else 6)
+    again = [await export(store_url, folder, retire=True) for folder in folders]
+    assert [len(report.kept) for report in again] == [len(report.kept) for report in reports]
+
+
+async def test_what_was_retired_by_hand_is_not_said_to_be_retired_by_an_export(
+    store_url: str, tmp_path: Path
+) -> None:
+    await put_linear(store_url, 1)
+    await export(store_url, tmp_path / "out")
+    async with open_store(store_url, run=RUN) as store:
+        await store.source.retire(["rollout-000"])
+    report = await export(store_url, tmp_path / "out", retire=True)
+    assert (report.retired, [kept.why for kept in report.kept]) == (0, [WhyKept.RETIRED])
+    # Nothing is amiss where no retirement is asked for.
+    assert (await export(store_url, tmp_path / "out")).ok
 
 
 async def test_what_another_export_has_marked_since_is_not_handed_over_as_unexported(

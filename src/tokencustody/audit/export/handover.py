@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from sqlalchemy import BigInteger, Connection, and_, bindparam, select, tuple_
 
@@ -11,9 +12,9 @@ from tokencustody.audit.export.report import Exported, ExportError, Kept, WhyKep
 from tokencustody.errors import DamagedMarkError
 from tokencustody.sql.dialects import insert_if_absent
 from tokencustody.sql.faults import reach
-from tokencustody.sql.tables import FenceState, exports, fences
+from tokencustody.sql.tables import FenceState, exports, fences, snapshot_versions
 from tokencustody.store.base import SqlStore, now
-from tokencustody.store.fence import RolloutKey, Stamp, find_fence_txn, of_rollout
+from tokencustody.store.fence import RolloutKey, Stamp, find_fence_txn, happened_txn, of_rollout
 from tokencustody.store.source import drop_txn
 
 _PER_QUERY = 256
@@ -35,6 +36,10 @@ class HandOver:
     manifest_sha256: str
     retire: bool
     once: bool
+
+    def event_id(self, key: RolloutKey) -> str:
+        """Return the event id of a rollout's retirement by this export, by which a repeat knows it from others'."""
+        return sha256(f"{self.export_id}/{key.lock_name}".encode()).hexdigest()[:32]
 
 
 class ExportMarks(SqlStore):
@@ -75,6 +80,12 @@ class ExportMarks(SqlStore):
         """Return the rollouts of which nothing is left to do, so that a repeat only reads."""
         wanted = {rollout.key: rollout for rollout in rollouts}
         of_fence = and_(fences.c.run == exports.c.run, fences.c.rollout_id == exports.c.rollout_id)
+        event = snapshot_versions.c
+        newest = and_(
+            event.run == fences.c.run,
+            event.rollout_id == fences.c.rollout_id,
+            event.version == fences.c.version,
+        )
         found = (
             select(
                 fences.c.run,
@@ -82,9 +93,11 @@ class ExportMarks(SqlStore):
                 fences.c.state,
                 fences.c.snapshot_id,
                 fences.c.version,
+                event.event_id,
                 exports.c.manifest_sha256,
             )
             .join(exports, of_fence)
+            .join(snapshot_versions, newest)
             .where(
                 exports.c.export_id == how.export_id,
                 tuple_(exports.c.run, exports.c.rollout_id).in_(
@@ -107,7 +120,7 @@ class ExportMarks(SqlStore):
                 versions_since = row.version - exported.version
                 if row.snapshot_id == exported.snapshot_id and (
                     versions_since == (row.state == FenceState.RETIRED)
-                    and (not how.retire or row.state == FenceState.RETIRED)
+                    and (not how.retire or row.event_id == how.event_id(key))
                 ):
                     settled.add(key)
             return settled
@@ -115,8 +128,8 @@ class ExportMarks(SqlStore):
         return await self._database.read(look)
 
     async def _hand_over_one(self, rollout: Exported, how: HandOver) -> WhyKept | None:
-        stamp = Stamp.make(now(), self.written_by)
         key = rollout.key
+        stamp = Stamp(now(), self.written_by, how.event_id(key))
         mark = {
             **key.columns(),
             "export_id": how.export_id,
@@ -137,8 +150,12 @@ class ExportMarks(SqlStore):
                 return WhyKept.MADE_ANEW
             marked_by = set(connection.scalars(_MARKED_BY, key.named(version=rollout.version)))
             is_mine = how.export_id in marked_by
-            if fence.state is FenceState.RETIRED and not is_mine:
+            is_retired = fence.state is FenceState.RETIRED
+            is_changed = fence.version - is_retired != rollout.version
+            if is_retired and not is_mine:
                 return WhyKept.RETIRED
+            if is_retired and how.retire and not happened_txn(connection, key, stamp):
+                return WhyKept.CHANGED if is_changed else WhyKept.RETIRED
             if how.once and marked_by and not is_mine:
                 return WhyKept.EXPORTED
             connection.execute(insert_if_absent(connection, exports), mark)
@@ -146,10 +163,7 @@ class ExportMarks(SqlStore):
                 return WhyKept.PARTLY_EXPORTED
             if how.retire and drop_txn(connection, key, fence, rollout.snapshot_id, rollout.version, stamp):
                 return None
-            is_retired = fence.state is FenceState.RETIRED
-            if fence.version - is_retired == rollout.version:
-                return None
-            return WhyKept.CHANGED
+            return WhyKept.CHANGED if is_changed else None
 
         # Never ahead of marks that wait on this host: they change what was exported.
         return await self._write_after_marks(key, hand_over)
