@@ -33,7 +33,7 @@ from campaigns.history import HistoryWriter, Outcome, read_history
 from campaigns.options import positive
 from campaigns.servers import PostgresCluster
 from tokencustody import CaptureStore, ParentResolutionStatus, TokenEntry, open_store, stamp_lineage
-from tokencustody.errors import StoreUnavailableError
+from tokencustody.errors import CorruptEntryError, StoreUnavailableError
 from tokencustody.sql import postgresql
 from tokencustody.store import inserting
 
@@ -282,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sync_nothing()
         try:
             asyncio.run(write(os.environ["DATABASE_URL"], options.write, options.number))
-        except StoreUnavailableError as exc:
+        # What is read from a disk that is gone may look damaged.
+        except (CorruptEntryError, StoreUnavailableError) as exc:
             # Before the cut it would be a reason that must be seen.
             print(f"the writer ended, as it must after a cut: {exc}", file=sys.stderr, flush=True)
         # The disk is gone; the end comes from outside, or with the end of who started it.
