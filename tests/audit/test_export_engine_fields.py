@@ -25,6 +25,11 @@ from tokencustody.staging import decode_routed_experts, encode_routed_experts
 
 SPANS = [{"version": 3, "start": 0, "end": 2}, {"version": 4, "start": 2, "end": 3}]
 ONE_SPAN = [{"version": "3", "start": 0, "end": 3}]
+BOTH = '{{"weight_version":{},"weight_versions":{}}}'
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 @pytest.mark.parametrize(
@@ -44,12 +49,29 @@ ONE_SPAN = [{"version": "3", "start": 0, "end": 3}]
         ({"weight_version": [3, 3]}, 3, "[3,3]"),
         ({"weight_version": [3, "4"]}, None, '[3,"4"]'),
         ({"weight_version": []}, None, "[]"),
-        ({"weight_version": SPANS}, None, json.dumps(SPANS, separators=(",", ":"))),
-        ({"weight_versions": ONE_SPAN}, 3, json.dumps(ONE_SPAN, separators=(",", ":"))),
+        ({"weight_version": SPANS}, None, _compact(SPANS)),
+        ({"weight_versions": ONE_SPAN}, 3, _compact(ONE_SPAN)),
         ({"meta_info": {"weight_version": "3", "id": "x"}}, 3, None),
-        ({"meta_info": {"weight_version": SPANS}}, None, json.dumps(SPANS, separators=(",", ":"))),
+        ({"meta_info": {"weight_version": SPANS}}, None, _compact(SPANS)),
         ({"meta_info": "none", "weight_version": None}, None, None),
-        ({"weight_version": 5, "meta_info": {"weight_version": "3"}}, 5, None),
+        (
+            {"weight_version": [{"version": 3, "weight_version": 4}]},
+            None,
+            '[{"version":3,"weight_version":4}]',
+        ),
+        ({"weight_version": 3, "weight_versions": None, "meta_info": {"weight_version": "3"}}, 3, None),
+        (
+            {"weight_version": 5, "meta_info": {"weight_version": "3"}},
+            None,
+            '{"weight_version":5,"meta_info.weight_version":"3"}',
+        ),
+        (
+            {"weight_version": "step-3", "meta_info": {"weight_versions": [3]}},
+            None,
+            '{"weight_version":"step-3","meta_info.weight_versions":[3]}',
+        ),
+        ({"weight_version": 3, "weight_versions": SPANS}, None, BOTH.format(3, _compact(SPANS))),
+        ({"weight_version": 3, "weight_versions": ONE_SPAN}, 3, BOTH.format(3, _compact(ONE_SPAN))),
     ],
     ids=lambda value: str(value)[:50],
 )

@@ -14,7 +14,7 @@ from typing import Any
 from tokencustody.records import TokenEntry
 
 _MAX_INT64 = 2**63 - 1
-_PLACES = ("weight_version", "weight_versions")
+_NAMES = ("weight_version", "weight_versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class EngineFields:
     """What an engine recorded of one call.
 
     `weight_version` is the one version by which the call was sampled, if it is one and an integer; `recorded_version`
-    is the JSON of what was recorded, where that is more than the integer or its digits. `routed_experts` is the text
+    is the JSON of what was recorded, where that is more than the integer or its digits: of an object by field, where
+    several fields hold it. `routed_experts` is the text
     that was recorded, or the JSON of what is no text.
     """
 
@@ -33,12 +34,13 @@ class EngineFields:
 
 def engine_fields(entry: TokenEntry, ledger: Any | None) -> EngineFields:
     """Return the fields of a complete record, of which the ledger knows the weight version better."""
-    recorded = _recorded_version(entry)
-    version = _one_version(recorded) if ledger is None else int(ledger.weight_version)
-    is_all = recorded is None or (type(recorded) in (int, str) and str(recorded) == str(version))
+    recorded = _recorded_versions(entry)
+    values = list(recorded.values())
+    version = _one_version(values) if ledger is None else int(ledger.weight_version)
+    is_all = all(type(value) in (int, str) and str(value) == str(version) for value in values)
     return EngineFields(
         weight_version=version,
-        recorded_version=None if is_all else _json(recorded),
+        recorded_version=None if is_all else _json(recorded if len(values) > 1 else values[0]),
         routed_experts=routed_text(entry.routed_experts),
     )
 
@@ -48,12 +50,16 @@ def routed_text(recorded: Any) -> str | None:
     return recorded if recorded is None or isinstance(recorded, str) else _json(recorded)
 
 
-def _recorded_version(entry: TokenEntry) -> Any:
+def _recorded_versions(entry: TokenEntry) -> dict[str, Any]:
     fields = entry.model_extra or {}
     about = fields.get("meta_info")
-    places = [fields, about] if isinstance(about, Mapping) else [fields]
-    found = (place[name] for place in places for name in _PLACES if place.get(name) is not None)
-    return next(found, None)
+    places = {"": fields, "meta_info.": about if isinstance(about, Mapping) else {}}
+    return {
+        within + name: place[name]
+        for within, place in places.items()
+        for name in _NAMES
+        if place.get(name) is not None
+    }
 
 
 def _one_version(recorded: Any) -> int | None:
@@ -74,7 +80,8 @@ def _one_version(recorded: Any) -> int | None:
             versions = {_one_version(each) for each in recorded}
             return versions.pop() if len(versions) == 1 else None
         case Mapping():
-            return _one_version(recorded.get("version", recorded.get("weight_version")))
+            named = [recorded.get(name) for name in ("version", "weight_version")]
+            return _one_version([each for each in named if each is not None])
         case _:
             return None
 
