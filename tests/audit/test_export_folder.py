@@ -128,7 +128,7 @@ async def test_a_folder_of_before_whose_rows_were_made_by_other_rules_is_known_a
     await put_linear(store_url, 2)
     out = tmp_path / "out"
     await export(store_url, out, mark=False)
-    (out / "_manifest.json").write_text(json.dumps(manifest(out) | {"manifest_version": 1}))
+    (out / "_manifest.json").write_text(json.dumps(manifest(out) | {"manifest_version": 2}))
     rename_to_old(out)
     with pytest.raises(ExportError, match=r"holds an export of tokencustody .* made rows by other rules"):
         await export(store_url, out, retire=True)

@@ -346,7 +346,7 @@ async def test_what_another_version_exported_or_began_is_refused_and_named(
     await put_linear(sqlite_url, 2)
     await export(sqlite_url, tmp_path / "done")
     path = tmp_path / "done" / "_manifest.json"
-    path.write_text(json.dumps({**manifest(tmp_path / "done"), "manifest_version": 1}))
+    path.write_text(json.dumps({**manifest(tmp_path / "done"), "manifest_version": 2}))
     with pytest.raises(ExportError, match="made rows by other rules"):
         await export(sqlite_url, tmp_path / "done", retire=True)
     with stopping_at("an export noted a part", times=1), pytest.raises(asyncio.CancelledError):

@@ -17,7 +17,7 @@ from tests.support.entries import make_entry
 from tokencustody import TokenEntry, open_store
 from tokencustody.audit import ExportOptions, export
 from tokencustody.audit.export import OnBreak, SharedCalls, Siblings
-from tokencustody.audit.export.chains import Forest
+from tokencustody.audit.export.chains import Forest, shape_of
 from tokencustody.audit.export.reading import CallFacts, FrozenRollout
 from tokencustody.audit.export.rules import RowRules
 from tokencustody.store.fence import RolloutKey
@@ -206,7 +206,8 @@ def test_each_token_of_a_call_that_is_not_left_out_is_trained_once_in_the_contex
             kinds["broken"] += 1
             continue
         assert {link.model_call_id for row in rows for link in row.links} == names
-        assert made.shape.calls_left_out == len(out)
+        shape = shape_of(forest.rollout(), made.calls, made.left_out, made)
+        assert shape.calls_left_out == len(out)
         trained = Counter(
             each for row in rows for each in trained_in(list(row.token_ids), list(row.loss_mask))
         )

@@ -8,11 +8,10 @@ from typing import Any
 
 import orjson
 
-from tokencustody.audit.export.chains import Forest, Shape, count_not_finite
+from tokencustody.audit.export.chains import count_not_finite, shape_of
 from tokencustody.audit.export.folder import ExportFolder
 from tokencustody.audit.export.reading import FrozenRollout, making_sense
 from tokencustody.audit.export.report import Exported, LeftOut, Why
-from tokencustody.audit.export.rules import RowRules
 from tokencustody.sql.exact_json import encode_json
 from tokencustody.sql.staged_codec import unpack_call
 from tokencustody.sql.tables import ledger_calls
@@ -42,34 +41,28 @@ class CallsPart:
 
         Raises CorruptEntryError, with nothing added, for rows that are not what was written.
         """
-        left_out: list[LeftOut] = []
         with making_sense(rollout.key):
-            lines, tokens, sampled = self._lines(rollout, left_out)
-            shape = shape_of(rollout)
-        lost = [row for row in rollout.ledger_failures if row.model_call_id not in rollout.calls]
-        left_out += [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in lost]
+            lines, tokens, sampled = self._lines(rollout)
+            left_out = [
+                LeftOut.of(rollout.key, Why.STAGED_CALL_MISSING, call)
+                for call in rollout.only_in_ledger
+                if call not in rollout.staged
+            ]
+            left_out += [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in rollout.lost]
+            shape = shape_of(rollout, lines, left_out)
         if not lines:
             return None, left_out or [LeftOut.of(rollout.key, Why.NO_CALLS)]
-        for line in lines:
+        for line in lines.values():
             self._stream.write(line)
             self.size += len(line)
         self.rows += len(lines)
-        exported = Exported(
-            run=rollout.key.run,
-            rollout_id=rollout.key.rollout_id,
-            snapshot_id=rollout.snapshot_id,
-            version=rollout.version,
-            incomplete=rollout.incomplete,
-            source="ledger" if rollout.is_staged_only else "records",
+        exported = Exported.of(
+            rollout,
+            shape,
             calls=len(lines),
             rows=len(lines),
             tokens=tokens,
             trained_tokens=sampled,
-            segments=shape.segments,
-            breaks=shape.breaks,
-            calls_left_out=len(left_out),
-            whole=shape.whole and not left_out,
-            is_held=not left_out,
             not_finite_log_probs=sum(
                 count_not_finite(entry.generation_log_probs) for entry in rollout.entries
             ),
@@ -84,9 +77,9 @@ class CallsPart:
         """Let go of the file, which stays unfinished."""
         self._folder.discard(self._stream)
 
-    def _lines(self, rollout: FrozenRollout, left_out: list[LeftOut]) -> tuple[list[bytes], int, int]:
-        """Return the lines of the rollout, and how many tokens they hold and how many of these were sampled."""
-        lines = []
+    def _lines(self, rollout: FrozenRollout) -> tuple[dict[str, bytes], int, int]:
+        """Return the line of each call, and how many tokens they hold and how many of these were sampled."""
+        lines = {}
         tokens = sampled = 0
         for entry in rollout.entries:
             facts = rollout.calls[entry.model_call_id]
@@ -96,18 +89,17 @@ class CallsPart:
                 "payload_sha256": facts.payload_sha256,
                 "conflicting": facts.is_conflicting,
             }
-            lines.append(self._line(rollout, entry.model_call_id, "records", about, "entry", dict(entry)))
+            lines[entry.model_call_id] = self._line(
+                rollout, entry.model_call_id, "records", about, "entry", dict(entry)
+            )
             tokens += len(entry.prompt_token_ids) + len(entry.generation_token_ids)
             sampled += len(entry.generation_token_ids)
-        for call in rollout.ledger:
-            if call in rollout.calls:
-                continue
+        for call in rollout.only_in_ledger:
             if call not in rollout.staged:
-                left_out.append(LeftOut.of(rollout.key, Why.STAGED_CALL_MISSING, call))
                 continue
             staged = unpack_call(rollout.staged[call])
             about = {"payload_sha256": rollout.staged[call].payload_sha256}
-            lines.append(self._line(rollout, call, "ledger", about, "staged", staged.model_dump()))
+            lines[call] = self._line(rollout, call, "ledger", about, "staged", staged.model_dump())
             tokens += staged.delta_len
             sampled += int(sum(staged.token_mask_delta))
         return lines, tokens, sampled
@@ -139,15 +131,6 @@ class CallsPart:
             name: fields,
         }
         return _json(document) + b"\n"
-
-
-def shape_of(rollout: FrozenRollout) -> Shape:
-    """Return how a rollout that is held call by call would come apart into rows. No call of it is left out."""
-    if not rollout.entries:
-        return Shape(1, whole=not rollout.incomplete)
-    shape = Forest(rollout, RowRules()).shape
-    lost = rollout.incomplete or Why.PARENT_MISSING in shape.breaks
-    return Shape(shape.segments, shape.breaks, whole=not lost)
 
 
 def _json(document: dict[str, Any]) -> bytes:

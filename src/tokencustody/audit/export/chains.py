@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tokencustody.audit.export.engine_fields import EngineFields, engine_fields
 from tokencustody.audit.export.reading import FrozenRollout
-from tokencustody.audit.export.report import LeftOut, Why
+from tokencustody.audit.export.report import HARMLESS, LeftOut, Shape, Why
 from tokencustody.audit.export.rules import OnBreak, RowRules, SharedCalls
 from tokencustody.audit.export.segments import Placed, Segments
+
+_LOST_PARENTS = {Why.PARENT_MISSING, Why.PARENT_CYCLE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +52,6 @@ class Chain:
     broke: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How much of a rollout its rows are.
-
-    `breaks` counts the segments that do not begin with a root, by reason. `calls_left_out` are in no row. `whole`: the
-    rollout lost nothing, for all that it left out are retries that the agent never received, and calls that sampled
-    nothing. `is_held`: every token that was sampled in it is in the rows.
-    """
-
-    segments: int
-    breaks: dict[str, int] = field(default_factory=dict)
-    calls_left_out: int = 0
-    whole: bool = True
-    is_held: bool = True
-
-
 def count_not_finite(log_probs: Sequence[float]) -> int:
     """Return how many are a NaN or an infinity."""
     # A sum with one of them in it is no finite number; nearly always there is none.
@@ -73,33 +59,27 @@ def count_not_finite(log_probs: Sequence[float]) -> int:
 
 
 class Forest:
-    """The rows of a rollout, and what is in none of them, each call with its reason and in commit order."""
+    """The rows of a rollout, the calls in them, and what is in none of them, each with its reason and in commit order.
+
+    `breaks` counts why segments do not begin with a root. Of a rollout that is masked no call is in a row.
+    """
 
     def __init__(self, rollout: FrozenRollout, rules: RowRules) -> None:
         self._rollout = rollout
         self._rules = rules
         self._segments = Segments(rollout, rules)
         self._paths = self._trained_paths()
-        in_rows = {call.entry.model_call_id for path, _ in self._paths for call in path}
+        self.calls = {call.entry.model_call_id for path, _ in self._paths for call in path}
         silent = [
             LeftOut.of(rollout.key, Why.NO_GENERATED_TOKENS, call)
             for call in self._segments.placed
-            if call not in in_rows
+            if call not in self.calls
         ]
         self.left_out = silent + self._segments.left_out
         broken = Counter(why for why in self._segments.breaks.values() if why is not None)
-        self.shape = Shape(
-            segments=len(self._segments.breaks),
-            breaks={why.value: times for why, times in sorted(broken.items())},
-            calls_left_out=len(rollout.entries) - len(in_rows),
-            whole=not (
-                rollout.incomplete
-                or broken[Why.PARENT_MISSING]
-                or broken[Why.PARENT_CYCLE]
-                or any(not Why(left.reason).is_harmless for left in self.left_out)
-            ),
-            is_held=all(left.reason == Why.NO_GENERATED_TOKENS for left in self.left_out),
-        )
+        self.segments = len(self._segments.breaks)
+        self.breaks = {why.value: times for why, times in sorted(broken.items())}
+        self.is_masked = False
         order = {entry.model_call_id: index for index, entry in enumerate(rollout.entries)}
         self.left_out.sort(key=lambda left: order[left.model_call_id])
         if rules.on_break is OnBreak.MASK:
@@ -144,11 +124,13 @@ class Forest:
         """Leave out a rollout that is broken, or of which something is lost."""
         broken = {call: why for call, why in self._segments.breaks.items() if why is not None}
         broken |= {
-            left.model_call_id: Why(left.reason) for left in self.left_out if not Why(left.reason).is_harmless
+            left.model_call_id: Why(left.reason) for left in self.left_out if left.reason not in HARMLESS
         }
         if broken:
             first = min(broken, key=order.__getitem__)
+            self.is_masked = True
             self._paths = []
+            self.calls = set()
             self.left_out.append(LeftOut.of(self._rollout.key, Why.BROKEN, first, broken[first]))
 
     def _chain(
@@ -186,3 +168,29 @@ class Forest:
             response_id=entry.response_id,
             payload_sha256=self._rollout.calls[entry.model_call_id].payload_sha256,
         )
+
+
+def shape_of(
+    rollout: FrozenRollout, held: Collection[str], left_out: Sequence[LeftOut], forest: Forest | None = None
+) -> Shape:
+    """Return the shape of a rollout of which these calls are in the files, each whole.
+
+    Without a forest, which is that of its rows, it is how the rollout would come apart by the default rules.
+    """
+    forest = forest or Forest(rollout, RowRules())
+    calls = {*rollout.calls, *rollout.ledger, *(row.model_call_id for row in rollout.lost)}
+    sampled = {entry.model_call_id for entry in rollout.entries if entry.generation_token_ids}
+    sampled.update(rollout.only_in_ledger)
+    reasons = {*forest.breaks, *(left.reason for left in forest.left_out)}
+    return Shape(
+        segments=1 if rollout.is_staged_only else forest.segments,
+        breaks=forest.breaks,
+        calls_left_out=len(calls.difference(held)),
+        whole=not (
+            rollout.incomplete
+            or rollout.lost
+            or reasons & _LOST_PARENTS
+            or any(left.reason not in HARMLESS for left in left_out)
+        ),
+        is_held=sampled.issubset(held),
+    )

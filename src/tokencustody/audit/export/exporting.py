@@ -186,8 +186,8 @@ class _Export:
     def _check_same(self, mine: dict[str, Any], theirs: dict[str, Any], names: Sequence[str]) -> None:
         if theirs.get("manifest_version", MANIFEST_VERSION) < MANIFEST_VERSION:
             raise ExportError(
-                f"{self._folder.path} holds an export of {theirs['library']}, which made rows by other rules; hand it "
-                "over with that, or name a new folder"
+                f"{self._folder.path} holds an export of {theirs['library']}, which made rows by other rules; "
+                "export to a new folder"
             )
         for name in names:
             if mine[name] == theirs[name]:

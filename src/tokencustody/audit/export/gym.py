@@ -10,10 +10,12 @@ import hashlib
 import json
 from typing import Any
 
-from tokencustody.audit.export.calls import shape_of, sorted_json, strict_json
+from tokencustody.audit.export.calls import sorted_json, strict_json
+from tokencustody.audit.export.chains import shape_of
 from tokencustody.audit.export.folder import ExportFolder
 from tokencustody.audit.export.reading import FrozenRollout, making_sense
 from tokencustody.audit.export.report import Exported, LeftOut, Why
+from tokencustody.audit.export.staged import staged_left_out
 from tokencustody.store.ledger_rows import manifest_of, record_of
 
 # As long as a file name may be, and the longest ending.
@@ -54,7 +56,10 @@ class GymPart:
         self._folder = folder
 
     def add(self, rollout: FrozenRollout) -> tuple[Exported | None, list[LeftOut]]:
-        """Add a rollout, whole or not at all; return what the files now hold of it, or why they do not."""
+        """Add a rollout, or nothing of it; return what the files now hold of it, and what they do not.
+
+        Of a staged call they hold its row of the ledger, without a token.
+        """
         key = rollout.key
         if not rollout.calls and not rollout.ledger and not rollout.ledger_failures:
             return None, [LeftOut.of(key, Why.NO_CALLS)]
@@ -73,28 +78,21 @@ class GymPart:
             # Gym reads no line of which this is an error.
             manifest_of(key.rollout_id, list(rollout.ledger.values()), rollout.ledger_failures)
             ledger = [_lineage_line(row) for row in rollout.ledger.values()]
-            shape = shape_of(rollout)
+            left_out = staged_left_out(rollout, Why.ONLY_STAGED)
+            left_out += [LeftOut.of(key, row.reason, row.model_call_id) for row in rollout.lost]
+            shape = shape_of(rollout, lines, left_out)
         self._write(rollout, lines, ledger)
         self.rows += len(lines)
         generated = sum(len(entry.generation_token_ids) for entry in rollout.entries)
-        exported = Exported(
-            run=key.run,
-            rollout_id=key.rollout_id,
-            snapshot_id=rollout.snapshot_id,
-            version=rollout.version,
-            incomplete=rollout.incomplete,
-            source="ledger" if rollout.is_staged_only else "records",
+        exported = Exported.of(
+            rollout,
+            shape,
             calls=len(lines),
             rows=len(lines),
             tokens=generated + sum(len(entry.prompt_token_ids) for entry in rollout.entries),
             trained_tokens=generated,
-            segments=shape.segments,
-            breaks=shape.breaks,
-            calls_left_out=0,
-            whole=shape.whole,
-            is_held=True,
         )
-        return exported, []
+        return exported, left_out
 
     def finish(self) -> None:
         """Nothing: each file was closed when it was written."""

@@ -13,8 +13,8 @@ from tokencustody.audit.export.report import Exported, ExportReport, LeftOut, Pa
 from tokencustody.audit.export.rewards import Rewards
 from tokencustody.store.base import now
 
-# 2: rows are cut into segments and retries are settled.
-MANIFEST_VERSION = 2
+# 2: rows are cut into segments and retries are settled. 3: `is_held` counts staged calls and masked rollouts.
+MANIFEST_VERSION = 3
 _SUMS = (
     "rows",
     "calls",

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from itertools import accumulate, chain
 from typing import Any
 
-from tokencustody.audit.export.chains import Chain, Forest, Shape, count_not_finite
+from tokencustody.audit.export.chains import Chain, Forest, count_not_finite, shape_of
 from tokencustody.audit.export.folder import ExportFolder
 from tokencustody.audit.export.reading import FrozenRollout, making_sense
-from tokencustody.audit.export.report import Exported, ExportError, LeftOut, Why
+from tokencustody.audit.export.report import Exported, ExportError, LeftOut, Shape, Why
 from tokencustody.audit.export.rewards import Rewards
 from tokencustody.audit.export.rules import RowRules
-from tokencustody.audit.export.staged import staged_chain
+from tokencustody.audit.export.staged import staged_chain, staged_left_out
 
 # Tokens, of 17 bytes each, that are held before they are written.
 _TOKENS_PER_GROUP = 250_000
@@ -175,52 +174,35 @@ class ParquetPart:
 
         Raises CorruptEntryError, with nothing added, for rows that are not what was written.
         """
-        lost = [row for row in rollout.ledger_failures if row.model_call_id not in rollout.calls]
-        if rollout.entries and lost:
-            return None, [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in lost]
-        chains: Iterator[Chain]
+        if rollout.entries and rollout.lost:
+            return None, [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in rollout.lost]
+        chains: Iterable[Chain]
         with making_sense(rollout.key):
+            forest = Forest(rollout, self._rules)
             if rollout.is_staged_only:
                 found, left_out = staged_chain(rollout)
-                chains = iter(() if found is None else (found,))
-                is_held = not left_out
-                shape = Shape(1, {}, len(left_out), is_held and not rollout.incomplete, is_held)
+                chains = () if found is None else (found,)
+                held = {link.model_call_id for each in chains for link in each.links}
             else:
-                forest = Forest(rollout, self._rules)
-                chains, left_out, shape = forest.chains(), forest.left_out, forest.shape
-        beside = [LeftOut.of(rollout.key, Why.STAGED_BESIDE_RECORDS, call) for call in rollout.staged]
-        if rollout.entries and beside:
-            left_out += beside
-            shape = replace(
-                shape, calls_left_out=shape.calls_left_out + len(beside), whole=False, is_held=False
-            )
+                chains, held = forest.chains(), forest.calls
+                left_out = forest.left_out + staged_left_out(rollout, Why.STAGED_BESIDE_RECORDS)
+            shape = shape_of(rollout, held, left_out, forest)
+        # What sampled nothing is handed over without a row.
+        if not held and (forest.is_masked or not rollout.entries or not shape.is_held):
+            return None, left_out or [LeftOut.of(rollout.key, Why.NO_CALLS)]
         rows = tokens = trained = not_finite = routes_left_out = 0
-        calls: set[str] = set()
         for each in chains:
             routes_left_out += self._add_row(rollout, rows, each, shape)
             rows += 1
             tokens, trained = tokens + len(each.token_ids), trained + sum(each.loss_mask)
             not_finite += count_not_finite(each.log_probs)
-            calls.update(link.model_call_id for link in each.links)
-        # What sampled nothing is handed over without a row.
-        if not rows and not (rollout.entries and shape.is_held):
-            return None, left_out or [LeftOut.of(rollout.key, Why.NO_CALLS)]
-        exported = Exported(
-            run=rollout.key.run,
-            rollout_id=rollout.key.rollout_id,
-            snapshot_id=rollout.snapshot_id,
-            version=rollout.version,
-            incomplete=rollout.incomplete,
-            source="ledger" if rollout.is_staged_only else "records",
-            calls=len(calls),
+        exported = Exported.of(
+            rollout,
+            shape,
+            calls=len(held),
             rows=rows,
             tokens=tokens,
             trained_tokens=trained,
-            segments=shape.segments,
-            breaks=shape.breaks,
-            calls_left_out=shape.calls_left_out,
-            whole=shape.whole,
-            is_held=shape.is_held,
             not_finite_log_probs=not_finite,
             routes_left_out=routes_left_out,
         )

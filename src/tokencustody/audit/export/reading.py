@@ -92,6 +92,16 @@ class FrozenRollout:
         """Whether its token data is only where workers staged it: complete records are asked first."""
         return not self.entries and bool(self.ledger or self.ledger_failures)
 
+    @property
+    def only_in_ledger(self) -> list[str]:
+        """The calls of which the ledger has a row and nobody a complete record, in commit order."""
+        return [call for call in self.ledger if call not in self.calls]
+
+    @property
+    def lost(self) -> list[Any]:
+        """The failures of calls without a complete record: what they sampled was never stored."""
+        return [row for row in self.ledger_failures if row.model_call_id not in self.calls]
+
 
 @dataclass(slots=True)
 class RolloutRows:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from tokencustody.audit.export.reading import FrozenRollout
 from tokencustody.store.fence import RolloutKey
 
 
@@ -44,13 +45,12 @@ class Why(StrEnum):
     # Calls of the ledger
     STAGED_BESIDE_RECORDS = "staged_beside_records"
     NOT_ON_TERMINAL_CHAIN = "not_on_terminal_chain"
+    ONLY_STAGED = "only_staged"
     STAGED_CALL_MISSING = "staged_call_missing"
 
-    @property
-    def is_harmless(self) -> bool:
-        """Whether the conversation lost nothing by it."""
-        return self in (Why.SUPERSEDED_RETRY, Why.NO_GENERATED_TOKENS)
 
+# The conversation lost nothing by these.
+HARMLESS = {Why.SUPERSEDED_RETRY, Why.NO_GENERATED_TOKENS}
 
 # What a person can do about each, in one line.
 REMEDIES: dict[str, str] = {
@@ -76,6 +76,7 @@ REMEDIES: dict[str, str] = {
     Why.NO_GENERATED_TOKENS: "nothing: no token was sampled",
     Why.STAGED_BESIDE_RECORDS: "nothing, if the complete records are all that is to be trained",
     Why.NOT_ON_TERMINAL_CHAIN: "nothing, if the chain that ends in the terminal call is the one",
+    Why.ONLY_STAGED: "Gym's files hold its row of the ledger; --format calls holds its tokens",
     Why.STAGED_CALL_MISSING: "the worker never staged it, or it was deleted; --format calls holds the others",
 }
 _ANY_OTHER_REMEDY = "the receipt or the ledger says so; --format calls holds what was captured"
@@ -103,6 +104,23 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """How a rollout comes apart into rows, and how much of it is in the files.
+
+    `breaks` counts the segments that do not begin with a root, by reason. `calls_left_out` are in no file. `whole`: the
+    rollout lost nothing, for all that it left out are retries that the agent never received, and calls that sampled
+    nothing. `is_held`: every token that was sampled in its complete records, and in the staged calls that its ledger
+    names, is in the files.
+    """
+
+    segments: int
+    breaks: dict[str, int]
+    calls_left_out: int
+    whole: bool
+    is_held: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Exported:
     """A rollout in the files, exactly at that snapshot and version.
 
@@ -127,6 +145,20 @@ class Exported:
     is_held: bool
     not_finite_log_probs: int = 0
     routes_left_out: int = 0
+
+    @classmethod
+    def of(cls, rollout: FrozenRollout, shape: Shape, **counts: Any) -> Exported:
+        """Return what the files hold of a rollout; `counts` are the fields that count."""
+        return cls(
+            run=rollout.key.run,
+            rollout_id=rollout.key.rollout_id,
+            snapshot_id=rollout.snapshot_id,
+            version=rollout.version,
+            incomplete=rollout.incomplete,
+            source="ledger" if rollout.is_staged_only else "records",
+            **asdict(shape),
+            **counts,
+        )
 
     @property
     def key(self) -> RolloutKey:

@@ -54,6 +54,14 @@ def staged_chain(rollout: FrozenRollout) -> tuple[Chain | None, list[LeftOut]]:
     return _chain(rollout, receipt, row, routes), beside
 
 
+def staged_left_out(rollout: FrozenRollout, why: Why) -> list[LeftOut]:
+    """Return `why` for each staged call of the rollout, for which its files have no place, and which are missing."""
+    return [
+        LeftOut.of(rollout.key, why if call in rollout.staged else Why.STAGED_CALL_MISSING, call)
+        for call in rollout.only_in_ledger
+    ]
+
+
 def _chain(
     rollout: FrozenRollout, receipt: RolloutReceipt, row: LinearizedRow, routes: Mapping[str, str | None]
 ) -> Chain:
