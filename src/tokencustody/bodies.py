@@ -10,6 +10,9 @@ from tokencustody.errors import InvalidRecordError
 
 ENVELOPE_ROLE = "_ng_request_envelope"
 
+# By these a server finds turns that are not in the body: of the Responses API, and of Completions as text or token ids.
+_ELSEWHERE = ("previous_response_id", "conversation", "prompt")
+
 
 def request_items(body: Mapping[str, Any] | Any) -> list[dict[str, Any]]:
     """Return the items of a Chat, Completions, Responses or Anthropic request body, for `resolve` and
@@ -18,7 +21,11 @@ def request_items(body: Mapping[str, Any] | Any) -> list[dict[str, Any]]:
     First comes an envelope of the instructions and the tools, if there are any, so that a call is no parent of a
     request with others; then the messages or input items as they are. They hash as those that Gym's server makes of
     the same body. Gym leaves an Anthropic `system` out of a bare body and converts the body to Responses first; here
-    it counts as the instructions. A prompt or input that is a bare text or token ids has no items, as with Gym.
+    it counts as the instructions.
+
+    There are no items, and no envelope, where they would not say what was asked: of a body without messages or input
+    items (a bare text, token ids), and of one with `previous_response_id`, `conversation` or a `prompt`. `resolve`
+    says of such a request that it is a root, and no other continues it.
 
     `body` is a mapping or a pydantic model of one. Raises InvalidRecordError for items that are no objects, and for
     instructions or tools that are no JSON.
@@ -26,8 +33,9 @@ def request_items(body: Mapping[str, Any] | Any) -> list[dict[str, Any]]:
     turns = _field(body, "messages")
     if turns is None:
         turns = _field(body, "input")
-    items = [_item(number, turn) for number, turn in enumerate(turns)] if isinstance(turns, list) else []
-    return _envelope(body) + items
+    if not isinstance(turns, list) or not turns or any(_field(body, name) for name in _ELSEWHERE):
+        return []
+    return _envelope(body) + [_item(number, turn) for number, turn in enumerate(turns)]
 
 
 def _envelope(body: Any) -> list[dict[str, Any]]:
@@ -45,11 +53,11 @@ def _envelope(body: Any) -> list[dict[str, Any]]:
 
 
 def _system_text(system: Any) -> Any:
-    """Return an Anthropic system prompt as one text: its blocks carry cache marks that come and go."""
+    """Return an Anthropic system prompt as the one text that Gym makes of its blocks, which carry cache marks."""
     if not isinstance(system, list):
         return system
     texts: list[Any] = [block.get("text") if isinstance(block, Mapping) else block for block in system]
-    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else system
+    return "\n".join(filter(None, texts)) if all(isinstance(text, str) for text in texts) else system
 
 
 def _field(body: Any, name: str) -> Any:

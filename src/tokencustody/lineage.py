@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from tokencustody.bodies import ENVELOPE_ROLE
 from tokencustody.errors import InvalidRecordError, LineageError, LoneSurrogateError
 from tokencustody.fingerprint import (
     FINGERPRINT_VERSION,
@@ -161,11 +162,14 @@ class Request:
         return candidate.version == FINGERPRINT_VERSION_3 or candidate.context_len <= self._covered
 
     def answers(self, candidate: Candidate) -> bool:
-        """Return whether an answer follows the context of a candidate, and not what somebody else said.
+        """Return whether an answer follows the context of a candidate, and that says what was asked.
 
-        An empty answer has no hash, so a request that leaves it out would continue it.
+        An empty answer has no hash, so a request that leaves it out would continue it. A context of no items, or of the
+        envelope alone, is that of a request that held its question in another way.
         """
-        return not is_input(self.items[candidate.context_len])
+        context_len = candidate.context_len
+        is_known = context_len > 1 or (context_len == 1 and self.items[0].get("role") != ENVELOPE_ROLE)
+        return is_known and not is_input(self.items[context_len])
 
     @cached_property
     def _plain(self) -> list[Any]:

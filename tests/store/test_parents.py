@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.audit.gym_folders import import_folder, line_of, write_rollout
 from tests.support.conversations import SCENARIOS, Asked, Call, said, user
 from tests.support.ledger import make_commit
-from tokencustody import CaptureStore, TokenEntry
+from tokencustody import CaptureStore, TokenEntry, request_items, stamp_lineage
+from tokencustody.audit import ExportOptions, export
 from tokencustody.errors import PayloadConflictError
 
 CTX = [user("u")]
@@ -51,6 +53,32 @@ async def test_a_request_resolves_to_the_proven_row_of_the_ledger_alone(store: C
     assert await outcome(store, "empty", after) == "no_match"
     assert await outcome(store, "empty", [*after, user("go on")]) == "no_match"
     assert await outcome(store, "empty", [*after, said(""), user("go on")]) == "call-1"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"input": "What is 2+2?"}, {"input": "Name a colour."}),
+        (
+            {"input": [user("go on")], "previous_response_id": "resp_1"},
+            {"input": [user("go on")], "previous_response_id": "resp_2"},
+        ),
+        ({"input": [user("go on")], "conversation": "c"}, {"input": [user("go on")], "conversation": "c"}),
+    ],
+    ids=["text", "previous_response_id", "conversation"],
+)
+async def test_two_requests_that_do_not_say_what_was_asked_are_not_one(
+    store: CaptureStore, store_url: str, tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    asked = [request_items({"instructions": "Be brief.", **body}) for body in (first, second)]
+    root = Call("call-1", asked[0], [said("four")], (1, 2, 3)).entry()
+    child = Call("call-2", [*CTX, said("four"), user("sure?")], [said("yes")], (1, 2, 3, 4, 5)).entry()
+    child = stamp_lineage(child, "call-1", parent_resolution="resolved")
+    for entry in (root, child, Call("call-3", asked[1], [said("red")], (1, 7, 8)).entry()):
+        await store.sink.put(entry)
+    await store.source.freeze("rollout-1")
+    report = await export(store_url, tmp_path / "out", ExportOptions(run="run-1"))
+    assert (report.calls, report.left_out.total()) == (3, 0)
 
 
 @pytest.mark.parametrize("missing", ["chain_hash", "response_id"])

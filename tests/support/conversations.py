@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokencustody import TokenEntry, stamp_continuation, stamp_lineage
+from tokencustody import TokenEntry, request_items, stamp_continuation, stamp_lineage
 
 Items = list[dict[str, Any]]
 Made = Callable[[str], dict[str, Any]]
@@ -139,6 +139,30 @@ def _conflicts() -> list[Asked]:
             "call-b",
         ),
     ]
+
+
+ENVELOPE = request_items({"messages": [user("u")], "instructions": "Be brief."})[0]
+
+
+def _nothing_asked() -> list[Asked]:
+    asked = []
+    for what, context in (("no items", []), ("only an envelope", [ENVELOPE])):
+        unknown = Call("call-2", context, HELLO, (1, 2, 9))
+        answered: Items = [*context, *HELLO, user("next")]
+        known: Items = [*context, user("u")]
+        asked += [
+            Asked(f"{what} asked, and the answer opens the next request", [unknown], answered, "no_match"),
+            Asked(
+                f"{what} asked, and a question opens it", [unknown], [*known, *HELLO, user("n")], "no_match"
+            ),
+            Asked(
+                f"{what} asked, beside a question with the same answer",
+                [unknown, Call("call-1", known, HELLO)],
+                [*known, *HELLO, user("n")],
+                "ambiguous",
+            ),
+        ]
+    return asked
 
 
 def _inserted() -> list[Asked]:
@@ -350,6 +374,7 @@ DIALECTS = _dialects()
 SCENARIOS = [
     *_empty_answers(),
     *_conflicts(),
+    *_nothing_asked(),
     *_inserted(),
     *UNHASHED_BY_VERSION_2,
     *DIALECTS,

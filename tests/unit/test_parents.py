@@ -16,6 +16,7 @@ from tests.support.conversations import (
     said,
     user,
 )
+from tokencustody.bodies import request_items
 from tokencustody.errors import InvalidRecordError, LoneSurrogateError
 from tokencustody.fingerprint import assistant_fingerprint, canonicalize_tool_arguments, conversation_digest
 from tokencustody.lineage import Continuation, RolloutLineage, continuation_of
@@ -72,6 +73,33 @@ def test_what_version_2_leaves_out_is_stamped_with_version_3(made: Any) -> None:
     context = continuation_of([*CTX, made("x")], [said("a")])
     assert context.version == 3
     assert context.context_digest != continuation_of([*CTX, made("y")], [said("a")]).context_digest
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"input": "What is 2+2?"},
+        {"input": []},
+        {"messages": []},
+        {"messages": [], "system": "Be brief."},
+        {"prompt": "What is 2+2?"},
+        {"prompt": [1, 2, 3]},
+        {"input": [user("go on")], "previous_response_id": "resp_1"},
+        {"input": [user("go on")], "conversation": "conv_1"},
+        {"input": [user("go on")], "conversation": {"id": "conv_1"}},
+        {"input": [user("go on")], "prompt": {"id": "pmpt_1", "variables": {"city": "Rome"}}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "envelope",
+    [{}, {"instructions": "Be brief."}, {"tools": [{"type": "function", "name": "f"}]}],
+    ids=["bare", "instructions", "tools"],
+)
+def test_a_body_that_does_not_say_what_was_asked_has_no_items(
+    asked: dict[str, Any], envelope: dict[str, Any]
+) -> None:
+    assert request_items({**envelope, **asked}) == []
 
 
 def stamped_by_gym(call: Call) -> Any:
