@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -33,17 +33,15 @@ def assistant_fingerprint(messages: Sequence[Mapping[str, Any]]) -> str:
     shape, and as LoneSurrogateError text that UTF-8 cannot carry.
     """
     hasher = FieldHasher(ASSISTANT_DOMAIN)
-    authored = False
-    for index, message in enumerate(messages):
-        require_object(index, message)
-        if message.get("role") != "assistant" and message.get("type") != "function_call":
-            continue
-        authored = True
-        try:
-            add_authored(hasher, message)
-        except ValueError as exc:
-            raise item_error(index, message, exc) from None
-    return hasher.hexdigest() if authored else ""
+    return hasher.hexdigest() if add_turns(hasher, messages, _is_authored, add_authored) else ""
+
+
+def echoed_fingerprint(context: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]]) -> str:
+    """Return the `assistant_fingerprint` of both, the answer's calls with an empty object of arguments having none."""
+    hasher = FieldHasher(ASSISTANT_DOMAIN)
+    before = add_turns(hasher, context, _is_authored, add_authored)
+    hasher.is_plain = True
+    return hasher.hexdigest() if add_turns(hasher, answer, _is_authored, add_authored) or before else ""
 
 
 def conversation_digest(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -59,17 +57,7 @@ def prefix_digests(messages: Sequence[Mapping[str, Any]], lengths: Collection[in
 
     Raises InvalidRecordError as `conversation_digest` for the items it reads; a length beyond them has no digest.
     """
-    hasher = FieldHasher(CONTEXT_DOMAIN)
-    digests = {0: hasher.hexdigest()} if 0 in lengths else {}
-    for length, message in enumerate(messages[: max(lengths, default=0)], start=1):
-        require_object(length - 1, message)
-        try:
-            add_whole(hasher, message)
-        except ValueError as exc:
-            raise item_error(length - 1, message, exc) from None
-        if length in lengths:
-            digests[length] = hasher.hexdigest()
-    return digests
+    return hash_prefixes(FieldHasher(CONTEXT_DOMAIN), messages, lengths, add_whole)
 
 
 def canonicalize_tool_arguments(value: Any) -> str:
@@ -103,28 +91,64 @@ def canonical_json(value: Any) -> str:
 
 
 class FieldHasher:
-    """SHA-256 of a domain and of tagged fields."""
+    """SHA-256 of a domain and of tagged fields.
 
-    def __init__(self, domain: bytes) -> None:
+    With `is_plain`, a tool call whose arguments are an empty object is one without arguments.
+    """
+
+    def __init__(self, domain: bytes, *, is_plain: bool = False) -> None:
         self._sha256 = hashlib.sha256(domain)
         # Added and not hashed yet: conversations have thousands of short fields.
-        self.fields: list[bytes] = []
+        self._fields: list[bytes] = []
+        self.is_plain = is_plain
 
     def add(self, tag: int, text: str) -> None:
         """Add a field. Raises UnicodeEncodeError for a lone surrogate."""
         data = text.encode()
-        self.fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
+        self._fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
 
     def add_arguments(self, tag: int, text: str) -> None:
         """Add the arguments of a tool call, which may be any text that a model wrote."""
-        data = text.encode("utf-8", "surrogatepass")
-        self.fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
+        data = b"" if self.is_plain and text == "{}" else text.encode("utf-8", "surrogatepass")
+        self._fields += (_TAGS[tag], len(data).to_bytes(8, "big"), data)
 
     def hexdigest(self) -> str:
         """Return the hash of the fields so far; more may be added."""
-        self._sha256.update(b"".join(self.fields))
-        self.fields.clear()
+        self._sha256.update(b"".join(self._fields))
+        self._fields.clear()
         return self._sha256.hexdigest()
+
+
+def add_turns(
+    hasher: FieldHasher,
+    items: Sequence[Mapping[str, Any]],
+    is_authored: Callable[[Mapping[str, Any]], bool],
+    add: Callable[[FieldHasher, Mapping[str, Any]], None],
+) -> bool:
+    """Add the items that the model wrote, and return whether there are any."""
+    authored = False
+    for index, item in enumerate(items):
+        _require_object(index, item)
+        if is_authored(item):
+            authored = True
+            _add_item(hasher, index, item, add)
+    return authored
+
+
+def hash_prefixes(
+    hasher: FieldHasher,
+    items: Sequence[Mapping[str, Any]],
+    lengths: Collection[int],
+    add: Callable[[FieldHasher, Mapping[str, Any]], None],
+) -> dict[int, str]:
+    """Return the hash of the first n items for each n of `lengths`, in one pass."""
+    digests = {0: hasher.hexdigest()} if 0 in lengths else {}
+    for length, item in enumerate(items[: max(lengths, default=0)], start=1):
+        _require_object(length - 1, item)
+        _add_item(hasher, length - 1, item, add)
+        if length in lengths:
+            digests[length] = hasher.hexdigest()
+    return digests
 
 
 def add_authored(hasher: FieldHasher, message: Mapping[str, Any]) -> None:
@@ -157,18 +181,30 @@ def add_whole(hasher: FieldHasher, message: Mapping[str, Any]) -> None:
         hasher.add(7, output)
 
 
-def require_object(index: int, message: Any) -> None:
-    """Raise InvalidRecordError unless an item is an object."""
-    if type(message) is not dict and not isinstance(message, Mapping):
-        raise InvalidRecordError(f"items[{index}] must be an object, not {type(message).__name__}")
+def _is_authored(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant" or message.get("type") == "function_call"
 
 
-def item_error(index: int, message: Mapping[str, Any], error: ValueError) -> InvalidRecordError:
-    """Return the error that names the item, and the field with a lone surrogate, that could not be hashed."""
-    if not isinstance(error, UnicodeEncodeError):
-        return InvalidRecordError(f"items[{index}]: {error}")
-    place = _place_of_lone_surrogate(message)
-    return LoneSurrogateError(f"items[{index}]{place}: a lone surrogate, which UTF-8 cannot carry")
+def _require_object(index: int, item: Any) -> None:
+    if type(item) is not dict and not isinstance(item, Mapping):
+        raise InvalidRecordError(f"items[{index}] must be an object, not {type(item).__name__}")
+
+
+def _add_item(
+    hasher: FieldHasher,
+    index: int,
+    item: Mapping[str, Any],
+    add: Callable[[FieldHasher, Mapping[str, Any]], None],
+) -> None:
+    try:
+        add(hasher, item)
+    except UnicodeEncodeError:
+        place = _place_of_lone_surrogate(item)
+        raise LoneSurrogateError(
+            f"items[{index}]{place}: a lone surrogate, which UTF-8 cannot carry"
+        ) from None
+    except ValueError as exc:
+        raise InvalidRecordError(f"items[{index}]: {exc}") from None
 
 
 def _orjson_text(value: Any) -> str:

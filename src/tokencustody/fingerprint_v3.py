@@ -6,17 +6,16 @@ docs/lineage.md says when it is used, and what that costs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tokencustody.fingerprint import (
-    ASSISTANT_DOMAIN,
     FieldHasher,
     add_authored,
+    add_turns,
     add_whole,
     canonical_json,
-    item_error,
-    require_object,
+    hash_prefixes,
 )
 
 FINGERPRINT_VERSION_3 = 3
@@ -28,15 +27,17 @@ _LEFT_OUT_TAG = 8
 _KNOWN_TYPES = (None, "", "message", "function_call", "function_call_output", "reasoning")
 # Fields that a server or a client adds to an item, and changes from one request to the next.
 _NOISE = ("id", "status", "cache_control")
+_FAILED = ("failed", "error")
 _HASHED = {
-    "message": {"role", "type", "content", "tool_calls", *_NOISE},
-    "tool": {"role", "type", "content", "tool_calls", "tool_call_id", *_NOISE},
-    "function_call_output": {"role", "type", "content", "tool_calls", "call_id", "output", *_NOISE},
-    "tool_result": {"type", "tool_use_id", "content", *_NOISE},
+    "message": ("role", "type", "content", "tool_calls"),
+    "tool": ("role", "type", "content", "tool_calls", "tool_call_id"),
+    "function_call_output": ("role", "type", "content", "tool_calls", "call_id", "output"),
+    "tool_result": ("type", "tool_use_id", "content"),
+    "text": ("type", "text"),
 }
 # What else a model's own message says. Its other fields come and go with the client that echoes it.
 _AUTHORED_FIELDS = ("name", "function_call", "refusal", "audio", "tool_plan")
-# A model's thinking is no part of its turn in any version: clients keep, drop and rename it.
+# Blocks of a model's thinking, which some clients put into the answer that they echo.
 _THINKING = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 _TEXTS = ("", "text", "input_text", "output_text")
 # Items without a role that the model did not write. Of what is not known, it is taken for the author.
@@ -63,9 +64,13 @@ def left_out(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of an item that version 2 does not hash; nothing, if it covers the item."""
     kind, role = item.get("type"), item.get("role")
     if kind not in _KNOWN_TYPES:
-        # An id is content where it is how the item is known: a reference, or a result that has no call id.
-        noise = _NOISE[1:] if _is_known_by_id(item) else _NOISE
-        return {name: value for name, value in item.items() if name not in noise and value is not None}
+        # As version 2 does with calls: without a call id, an item is known by its id.
+        known_by = "call_id" if item.get("call_id") else "id"
+        return {
+            name: value
+            for name, value in item.items()
+            if value is not None and (name == known_by or not _is_noise(name, value))
+        }
     if kind == "reasoning" or (kind == "function_call" and role != "assistant"):
         return {}
     if role == "assistant":
@@ -80,13 +85,9 @@ def left_out(item: Mapping[str, Any]) -> dict[str, Any]:
         rest = _other_than(_HASHED[form], item)
     content = item.get("content")
     if isinstance(content, list):
-        results = [
-            _other_than(_HASHED["tool_result"], block)
-            for block in content
-            if isinstance(block, Mapping) and block.get("type") == "tool_result"
-        ]
-        if any(results):
-            rest["tool_results"] = results
+        blocks = [_left_out_of_block(block, role) for block in content]
+        if any(blocks):
+            rest["content"] = blocks
     return rest
 
 
@@ -95,35 +96,29 @@ def hashes_noise(items: Iterable[Mapping[str, Any]]) -> bool:
     return any(block.get("cache_control") for item in items for block in _blocks_hashed_whole(item))
 
 
-def plain(item: Mapping[str, Any], *, keep_arguments: bool = False) -> Mapping[str, Any]:
-    """Return an item in the form that all dialects share; itself, if it has that.
-
-    Without thinking and cache marks, a tool result of one text as that text, and unless the arguments of calls are to
-    be kept, "" where a call has none.
-    """
-    kind, role, content = item.get("type"), item.get("role"), item.get("content")
-    if isinstance(content, str) and role in ("user", "system") and not item.get("tool_calls"):
-        return item
+def plain(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an item without cache marks, and with a tool result of one text as that text; itself, if it is so."""
+    content = item.get("content")
     changed: dict[str, Any] = {}
     if isinstance(content, list):
-        if role == "tool":
-            changed["content"] = _plain_result(content)
-        else:
-            changed["content"] = [
-                _plain_block(block, keep_arguments)
-                for block in content
-                if role != "assistant" or not isinstance(block, Mapping) or block.get("type") not in _THINKING
-            ]
-    if kind == "function_call_output":
+        is_result = item.get("role") == "tool"
+        changed["content"] = _plain_result(content) if is_result else list(map(_plain_block, content))
+    if item.get("type") == "function_call_output":
         changed["output"] = _plain_result(item.get("output"))
-    if kind == "function_call" and not keep_arguments:
-        changed["arguments"] = _plain_arguments(item.get("arguments"))
-    calls = item.get("tool_calls")
-    if isinstance(calls, list) and not keep_arguments:
-        changed["tool_calls"] = [_plain_call(call) for call in calls]
     if all(item.get(name) == value for name, value in changed.items()):
         return item
     return {**item, **changed}
+
+
+def without_thinking(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an item that the model wrote without its blocks of thinking; itself, if it has none."""
+    content = item.get("content")
+    if item.get("role") != "assistant" or not isinstance(content, list):
+        return item
+    kept = [
+        block for block in content if not isinstance(block, Mapping) or block.get("type") not in _THINKING
+    ]
+    return item if len(kept) == len(content) else {**item, "content": kept}
 
 
 def assistant_fingerprint_v3(items: Sequence[Mapping[str, Any]]) -> str:
@@ -131,43 +126,8 @@ def assistant_fingerprint_v3(items: Sequence[Mapping[str, Any]]) -> str:
 
     Raises InvalidRecordError as `fingerprint.assistant_fingerprint` does.
     """
-    hasher = FieldHasher(_ASSISTANT_DOMAIN)
-    authored = False
-    for index, item in enumerate(items):
-        require_object(index, item)
-        if is_authored(item):
-            authored = True
-            _add(hasher, index, item, add_authored)
-    return hasher.hexdigest() if authored else ""
-
-
-def assistant_fingerprints(items: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the assistant fingerprints of versions 2 and 3, of which most items are hashed alike, in one pass.
-
-    Raises InvalidRecordError as `fingerprint.assistant_fingerprint` does.
-    """
-    hashers = second, third = FieldHasher(ASSISTANT_DOMAIN), FieldHasher(_ASSISTANT_DOMAIN)
-    authored = [False, False]
-    for index, item in enumerate(items):
-        require_object(index, item)
-        if not is_authored(item):
-            continue
-        authored[1] = True
-        if item.get("role") != "assistant" and item.get("type") != "function_call":
-            _add(third, index, item, add_authored)
-            continue
-        authored[0] = True
-        before = len(second.fields)
-        try:
-            add_authored(second, item)
-        except ValueError as exc:
-            raise item_error(index, item, exc) from None
-        if plain(item) is item and not left_out(item):
-            third.fields += second.fields[before:]
-        else:
-            _add(third, index, item, add_authored)
-    found = [hasher.hexdigest() if has else "" for hasher, has in zip(hashers, authored, strict=True)]
-    return found[0], found[1]
+    hasher = FieldHasher(_ASSISTANT_DOMAIN, is_plain=True)
+    return hasher.hexdigest() if add_turns(hasher, items, is_authored, _adding(add_authored)) else ""
 
 
 def prefix_digests_v3(items: Sequence[Mapping[str, Any]], lengths: Collection[int]) -> dict[int, str]:
@@ -175,40 +135,45 @@ def prefix_digests_v3(items: Sequence[Mapping[str, Any]], lengths: Collection[in
 
     Raises InvalidRecordError as `fingerprint.prefix_digests` does.
     """
-    hasher = FieldHasher(_CONTEXT_DOMAIN)
-    digests = {0: hasher.hexdigest()} if 0 in lengths else {}
-    for length, item in enumerate(items[: max(lengths, default=0)], start=1):
-        require_object(length - 1, item)
-        _add(hasher, length - 1, item, add_whole)
-        if length in lengths:
-            digests[length] = hasher.hexdigest()
-    return digests
+    return hash_prefixes(FieldHasher(_CONTEXT_DOMAIN, is_plain=True), items, lengths, _adding(add_whole))
 
 
-def _add(hasher: FieldHasher, index: int, item: Mapping[str, Any], add_fields: Any) -> None:
-    try:
+def _adding(add_fields: Callable[[FieldHasher, Mapping[str, Any]], None]) -> Any:
+    def add(hasher: FieldHasher, item: Mapping[str, Any]) -> None:
         rest = left_out(item)
         if item.get("type") in _KNOWN_TYPES:
             add_fields(hasher, plain(item))
         if rest:
             hasher.add(_LEFT_OUT_TAG, canonical_json(rest))
-    except ValueError as exc:
-        raise item_error(index, item, exc) from None
+
+    return add
 
 
-def _is_known_by_id(item: Mapping[str, Any]) -> bool:
-    kind = item.get("type")
-    return kind == "item_reference" or (
-        isinstance(kind, str) and kind.endswith("_output") and not item.get("call_id")
-    )
+def _is_noise(name: str, value: Any) -> bool:
+    # Where something failed, its status says what nothing else may.
+    return name in _NOISE and not (name == "status" and value in _FAILED)
 
 
 def _is_odd_call(call: Any) -> bool:
     return isinstance(call, Mapping) and (call.get("type") or "function") != "function"
 
 
+def _left_out_of_block(block: Any, role: Any) -> dict[str, Any]:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "tool_result":
+        return _other_than(_HASHED["tool_result"], block)
+    # The annotations of a model's text come and go, and a tool's result is hashed as the JSON of its blocks.
+    if role in ("assistant", "tool") or not isinstance(block, Mapping) or not _is_text(block):
+        return {}
+    return _other_than(_HASHED["text"], block)
+
+
 def _other_than(hashed: Collection[str], item: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in item.items() if name not in hashed and value}
+    return {
+        name: value
+        for name, value in item.items()
+        if value and name not in hashed and not _is_noise(name, value)
+    }
 
 
 def _blocks_hashed_whole(item: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
@@ -232,39 +197,22 @@ def _is_text(block: Mapping[str, Any]) -> bool:
     return isinstance(block.get("text"), str) and (block.get("type") or "") in _TEXTS
 
 
-def _plain_block(block: Any, keep_arguments: bool = False) -> Any:
+def _plain_block(block: Any) -> Any:
     if not isinstance(block, Mapping):
         return block
     if block.get("type") == "tool_result":
         return {**block, "content": _plain_result(block.get("content"))}
-    if block.get("type") == "tool_use" and not keep_arguments:
-        return {**block, "input": _plain_arguments(block.get("input"))}
+    if block.get("type") == "tool_use":
+        return block
     return {name: value for name, value in block.items() if name != "cache_control"}
 
 
 def _plain_result(value: Any) -> Any:
     if not isinstance(value, list):
         return "" if value is None else value
-    blocks = [
-        {"type": "text", "text": block["text"]}
-        if isinstance(block, Mapping) and _is_text(block)
-        else _plain_block(block)
-        for block in value
-    ]
+    blocks = list(map(_plain_block, value))
     if not blocks:
         return ""
     only = blocks[0]
-    is_one_text = len(blocks) == 1 and isinstance(only, Mapping) and only.keys() == {"type", "text"}
-    return only["text"] if is_one_text else blocks
-
-
-def _plain_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": _plain_arguments(function.get("arguments"))}}
-
-
-def _plain_arguments(value: Any) -> Any:
-    is_empty = value in (None, "", {}) or (isinstance(value, str) and value.strip() in ("", "{}"))
-    return "" if is_empty else value
+    is_one_text = len(blocks) == 1 and isinstance(only, Mapping) and only.keys() <= {"type", "text"}
+    return only["text"] if is_one_text and _is_text(only) else blocks

@@ -18,18 +18,19 @@ from tokencustody.fingerprint import (
     FINGERPRINT_VERSION,
     assistant_fingerprint,
     conversation_digest,
+    echoed_fingerprint,
     prefix_digests,
 )
 from tokencustody.fingerprint_v3 import (
     FINGERPRINT_VERSION_3,
     assistant_fingerprint_v3,
-    assistant_fingerprints,
     hashes_noise,
     is_authored,
     is_input,
     left_out,
     plain,
     prefix_digests_v3,
+    without_thinking,
 )
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus, TokenEntry, compute_digest
@@ -116,6 +117,12 @@ class Candidate:
     is_parent: bool = True
 
 
+_DIGESTS = (
+    ((None, FINGERPRINT_VERSION), prefix_digests),
+    ((FINGERPRINT_VERSION_3,), prefix_digests_v3),
+)
+
+
 class Request:
     """The items of a request, and the hashes by which its parent is found.
 
@@ -124,7 +131,7 @@ class Request:
 
     def __init__(self, items: Sequence[dict[str, Any]]) -> None:
         self.items = items
-        self._v2, self._v3 = assistant_fingerprints(items)
+        self._v2, self._v3 = assistant_fingerprint(items), assistant_fingerprint_v3(items)
 
     @property
     def is_root(self) -> bool:
@@ -134,28 +141,37 @@ class Request:
     @property
     def fingerprints(self) -> list[str]:
         """The continuation fingerprints that a candidate may have, at most `MOST_FINGERPRINTS`."""
-        return list(dict.fromkeys((self._v2, self._v3, *self._echoed, self._whole)))
+        versions = FINGERPRINT_VERSIONS
+        return list(dict.fromkeys(each for version in versions for each in self._asked(version)))
 
     def matching(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return the candidates that it may continue, by call id.
 
         Those whose hashes are its own come first; where there are none, those that it echoes in another form: with
-        thinking in its content, or its last answer as another dialect writes it.
+        cache marks, with thinking in its last answer, or as another dialect writes it.
         """
         known = [c for c in candidates if 0 <= c.context_len < len(self.items)]
-        v2 = [c for c in known if c.version in (None, FINGERPRINT_VERSION)]
-        v3 = [c for c in known if c.version == FINGERPRINT_VERSION_3 and c.fingerprint == self._v3]
-        digests = prefix_digests(self.items, {c.context_len for c in v2})
-        digests_v3 = prefix_digests_v3(self.items, {c.context_len for c in v3})
-        opening = [c for c in v2 if c.context_digest == digests[c.context_len]]
-        found = [c for c in opening if c.fingerprint == self._v2]
-        found += [c for c in v3 if c.context_digest == digests_v3[c.context_len]]
+        opened = self._opened(known, self.items)
+        found = [c for c in opened if c.fingerprint == self._asked(c.version)[0]]
         if not found:
-            found = [c for c in opening if c.fingerprint in self._echoed]
-            whole = [c for c in v2 if c.fingerprint == self._whole and c not in found]
-            digests = prefix_digests(self._plain, {c.context_len for c in whole})
-            found += [c for c in whole if c.context_digest == digests[c.context_len]]
+            opened += [c for c in self._opened(known, self._plain) if c not in opened]
+            found = [c for c in opened if c.fingerprint in self._asked(c.version)]
         return sorted(found, key=lambda c: c.model_call_id)
+
+    def _asked(self, version: int | None) -> tuple[str, ...]:
+        """Return the fingerprints of a version, its own first."""
+        *v2, v3 = self._echoed
+        return (self._v3, v3) if version == FINGERPRINT_VERSION_3 else (self._v2, *v2)
+
+    @staticmethod
+    def _opened(candidates: Sequence[Candidate], items: Sequence[Any]) -> list[Candidate]:
+        """Return the candidates whose context opens `items`."""
+        opened = []
+        for versions, digests_of in _DIGESTS:
+            stamped = [c for c in candidates if c.version in versions]
+            digests = digests_of(items, {c.context_len for c in stamped})
+            opened += [c for c in stamped if c.context_digest == digests[c.context_len]]
+        return opened
 
     def covers(self, candidate: Candidate) -> bool:
         """Return whether the hashes of a candidate that matches say all that the request says of it."""
@@ -173,29 +189,25 @@ class Request:
 
     @cached_property
     def _plain(self) -> list[Any]:
-        return [plain(item, keep_arguments=True) for item in self.items]
+        return [plain(item) for item in self.items]
 
     @cached_property
-    def _echoed(self) -> tuple[str, str]:
-        """The version 2 fingerprints with the last answer in its plain form, its arguments as they are and plain."""
+    def _echoed(self) -> tuple[str, str, str]:
+        """The fingerprints with the last answer without thinking: of version 2, so without empty arguments, of 3."""
         end = len(self.items)
         while end and is_input(self.items[end - 1]):
             end -= 1
         start = end
         while start and not is_input(self.items[start - 1]):
             start -= 1
-        context, answer = self.items[:start], self.items[start:end]
-        changed = [plain(item) for item in answer]
-        if changed == list(answer):
-            return self._v2, self._v2
-        return assistant_fingerprint([*context, *self._plain[start:end]]), assistant_fingerprint(
-            [*context, *changed]
-        )
-
-    @cached_property
-    def _whole(self) -> str:
-        """The version 2 fingerprint with every item in its plain form."""
-        return self._v2 if self._plain == list(self.items) else assistant_fingerprint(self._plain)
+        context, answer = self._plain[:start], list(map(without_thinking, self._plain[start:end]))
+        whole = [*context, *answer]
+        v2, v3 = self._v2, self._v3
+        if whole != list(self.items[:end]):
+            v2, v3 = assistant_fingerprint(whole), assistant_fingerprint_v3(whole)
+        if echoed_fingerprint([], answer) == assistant_fingerprint(answer):
+            return v2, v2, v3
+        return v2, echoed_fingerprint(context, answer), v3
 
     @cached_property
     def _covered(self) -> int:

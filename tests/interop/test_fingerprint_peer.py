@@ -14,7 +14,7 @@ from nemo_gym.token_id_capture import fingerprint as peer_fingerprint
 from nemo_gym.token_id_capture import records as peer_records
 
 from tests.support.rollouts import linear_rollout
-from tokencustody import fingerprint, fingerprint_v3, lineage, records
+from tokencustody import fingerprint, lineage, records
 
 # What the peer stumbles over; it refuses with ValueError.
 CRASHES = (TypeError, AttributeError)
@@ -357,5 +357,3 @@ def test_a_stamp_is_the_peers_unless_its_version_says_otherwise(
     else:
         assert made.context_digest != theirs[2]
         assert made.fingerprint != theirs[0] or made.fingerprint == ""
-    both = fingerprint_v3.assistant_fingerprints([*request, *answer])
-    assert both == (theirs[0], fingerprint_v3.assistant_fingerprint_v3([*request, *answer]))

@@ -196,6 +196,8 @@ AUTHORED: dict[str, Made] = {
     "file_search_call": lambda v: {"type": "file_search_call", "id": "m", "queries": [v]},
     "code_interpreter_call": lambda v: {"type": "code_interpreter_call", "id": "m", "code": v},
     "image_generation_call": lambda v: {"type": "image_generation_call", "id": "m", "result": v},
+    "an image_generation_call by its id": lambda v: {"type": "image_generation_call", "id": v},
+    "an mcp_approval_request by its id": lambda v: {"type": "mcp_approval_request", "id": v, "name": "f"},
     "an unknown type": lambda v: {"type": "telepathy_call", "thought": v},
     "function_call of a message": lambda v: said(None, function_call={"name": "f", "arguments": v}),
     "a custom tool of Chat": lambda v: said(
@@ -222,6 +224,7 @@ CONTEXT: dict[str, Made] = {
     "item_reference": lambda v: {"type": "item_reference", "id": v},
     "a user's name": lambda v: user("hi", name=v),
     "a tool's name": lambda v: result("r", name=v),
+    "a field of a text": lambda v: user([{"type": "text", "text": "hi", "citations": [v]}]),
     "a field of a function_call_output": lambda v: {
         "type": "function_call_output",
         "call_id": "k",
@@ -326,6 +329,12 @@ def _dialects() -> list[Asked]:
             [said([{"type": "redacted_thinking", "data": "q"}, TEXT, USE])],
         ),
         echo("thinking left out", ANSWER, [said([TEXT, USE])]),
+        Asked(
+            "a tool result as parts, and no arguments echoed as an object",
+            [Call("call-1", [user("u"), called("{}"), result("r")], [called("")])],
+            [user("u"), called("{}"), result(parts), called("{}"), result("r")],
+            "call-1",
+        ),
         echo("no arguments echoed as an object", [called("")], [called("{}")]),
         echo("null arguments echoed as an object", [called(None)], [called({})]),
         echo(
@@ -340,6 +349,85 @@ def _dialects() -> list[Asked]:
             "call-2",
         ),
     ]
+
+
+def _other_content() -> list[Asked]:
+    text = {"type": "text", "text": "r"}
+    cited, output = {**text, "citations": [{"doc": "d"}]}, {"type": "function_call_output", "call_id": "k"}
+    patched = {"type": "apply_patch_call_output", "call_id": "k"}
+    thought, other = (said([{**THINKING, "thinking": t}, TEXT]) for t in ("hm", "other"))
+    unhashed, unthought = user("u", name="bob"), said([TEXT])
+    asked = []
+    for what, opening, first, second in (
+        ("a tool message, and its text with citations", user("u"), result("r"), result([cited])),
+        ("a tool result, and its text with citations", user("u"), _tool_result("r"), _tool_result([cited])),
+        (
+            "a function_call_output, and its text with citations",
+            user("u"),
+            {**output, "output": "r"},
+            {**output, "output": [cited]},
+        ),
+        (
+            "a source in a marked tool message",
+            user("u"),
+            result([{**text, **MARK}]),
+            result([{**text, "source": "s"}]),
+        ),
+        (
+            "a source in a marked tool result",
+            user("u"),
+            _tool_result([{**text, **MARK, "source": "s"}]),
+            _tool_result([{**text, "source": "t"}]),
+        ),
+        (
+            "a patch that failed",
+            user("u"),
+            {**patched, "status": "completed"},
+            {**patched, "status": "failed"},
+        ),
+        ("older thinking", user("u"), thought, other),
+        ("older thinking left out", user("u"), thought, unthought),
+        ("older thinking beside what version 2 leaves out", unhashed, thought, other),
+        ("older thinking left out, beside what version 2 leaves out", unhashed, thought, unthought),
+    ):
+        for name, before, after in ((what, first, second), (f"{what}, the other way round", second, first)):
+            context: Items = [opening, before, user("go on")]
+            call = Call("call-1", context, HELLO)
+            changed: Items = [opening, after, user("go on")]
+            asked += [
+                Asked(f"{name}: the same", [call], [*context, *HELLO, user("n")], "call-1"),
+                Asked(f"{name}: another", [call], [*changed, *HELLO, user("n")], "no_match"),
+            ]
+    for what, made in (("tool message", result), ("tool result", _tool_result)):
+        failed: Items = [user("u"), made("r", status="error")]
+        worked: Items = [user("u"), made("r", status="success")]
+        asked += [
+            Asked(
+                f"a {what} that failed, and then worked",
+                [Call("call-1", failed, HELLO)],
+                [*worked, *HELLO],
+                "no_match",
+            ),
+            Asked(
+                f"a {what} that worked, and then failed",
+                [Call("call-1", worked, HELLO)],
+                [*failed, *HELLO],
+                "unhashed_items",
+            ),
+        ]
+    for what, opening in (("", user("u")), (", beside what version 2 leaves out", unhashed)):
+        call = Call("call-1", [opening], [thought])
+        asked += [
+            Asked(f"thinking of the answer{what}", [call], [opening, thought, user("n")], "call-1"),
+            Asked(f"other thinking of the answer{what}", [call], [opening, other, user("n")], "no_match"),
+            Asked(
+                f"thinking echoed{what}",
+                [Call("call-1", [opening, thought, user("v")], ANSWER)],
+                [opening, thought, user("v"), said([THINKING, TEXT, USE]), _tool_result("files")],
+                "call-1",
+            ),
+        ]
+    return asked
 
 
 ODD_ARGUMENTS = {
@@ -378,5 +466,6 @@ SCENARIOS = [
     *_inserted(),
     *UNHASHED_BY_VERSION_2,
     *DIALECTS,
+    *_other_content(),
     *_odd_arguments(),
 ]
