@@ -19,7 +19,12 @@ from tests.support.staged import stage
 from tokencustody import open_store
 from tokencustody.audit.copying import Copier, CopyReport, Outcome, copier
 from tokencustody.audit.copying import rows as copied_rows
-from tokencustody.errors import InvalidRecordError, SchemaMismatchError, StoreUnavailableError
+from tokencustody.errors import (
+    DamagedMarkError,
+    InvalidRecordError,
+    SchemaMismatchError,
+    StoreUnavailableError,
+)
 from tokencustody.sql import migrate
 from tokencustody.sql.tables import (
     entries,
@@ -389,6 +394,41 @@ async def test_a_rollout_whose_mark_waits_on_this_host_is_left_out(
     report = await copy(store_url, other_url, rollout_ids=["frozen", "deltas"])
     assert report.outcomes == {Outcome.COPIED: 1, Outcome.LEFT_OUT: 1}
     assert "spill replay" in report.notable[0].reason
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_rollout_whose_mark_on_this_host_is_damaged_is_left_out_until_a_person_decides(
+    store_url: str, other_url: str, spill_folder: Path, is_known: bool
+) -> None:
+    await fill_richly(store_url)
+    key = RolloutKey("run-1", "frozen")
+    spill = Spill(spill_folder, parse_url(store_url))
+    file = spill.keep(Mark(key, "lost", Stamp.make(now(), "test")))
+    file.write_bytes(file.read_bytes()[:40])
+    if is_known:
+        async with open_store(store_url, run="run-1") as store:
+            with pytest.raises(DamagedMarkError):
+                await store.source.freeze("frozen")
+    for dry_run in (True, False):
+        report = await copy(store_url, other_url, rollout_ids=["frozen", "deltas"], dry_run=dry_run)
+        assert report.outcomes == {Outcome.COPIED: 1, Outcome.LEFT_OUT: 1}
+        assert ("spill discard" if is_known else "spill replay") in report.notable[0].reason
+    for file in (*spill.waiting(key), *spill.damaged(key)):
+        file.unlink()
+    assert (await copy(store_url, other_url)).outcomes[Outcome.COPIED] > 1
+
+
+async def test_a_damaged_mark_of_a_rollout_in_the_target_leaves_that_rollout_and_no_other(
+    store_url: str, other_url: str, spill_folder: Path
+) -> None:
+    await fill_richly(store_url)
+    spill = Spill(spill_folder, parse_url(other_url))
+    spill.keep(Mark(RolloutKey("run-1", "frozen"), "lost", Stamp.make(now(), "test"))).write_bytes(b"torn")
+    report = await copy(store_url, other_url, rollout_ids=["frozen", "deltas"])
+    # A PostgreSQL source cannot tell that a damaged file is not its own.
+    held_up = Outcome.FAILED if store_url.startswith("sqlite") else Outcome.LEFT_OUT
+    assert report.outcomes == {Outcome.COPIED: 1, held_up: 1}
+    assert "spill discard" in report.notable[0].reason
 
 
 async def test_many_staged_rollouts_without_a_fence_are_all_copied(

@@ -27,7 +27,10 @@ from tokencustody.audit.gym_import import FindingKind, Outcome
 from tokencustody.audit.gym_import import files as gym_files
 from tokencustody.audit.gym_import.walking import Walk
 from tokencustody.errors import InvalidRecordError
-from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES
+from tokencustody.sql.url import parse_url
+from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, now
+from tokencustody.store.fence import RolloutKey, Stamp
+from tokencustody.store.spill import Mark, Spill
 
 ENTRIES = [turn.entry for turn in linear_rollout(3)]
 LINES = [line_of(entry) for entry in ENTRIES]
@@ -458,6 +461,18 @@ async def test_a_folder_goes_on_after_a_rollout_that_cannot_be_imported(
         *[Outcome.IMPORTED] * 3,
         Outcome.ALREADY_THERE,
     ]
+
+
+async def test_a_damaged_mark_of_a_rollout_that_waits_on_this_host_holds_up_that_rollout_and_no_other(
+    store_url: str, folder: Path, spill_folder: Path
+) -> None:
+    for rollout in ("a", "b"):
+        write_rollout(folder, [changed(0, rollout_id=rollout)], rollout_id=rollout)
+    spill = Spill(spill_folder, parse_url(store_url))
+    spill.keep(Mark(RolloutKey("default", "a"), "lost", Stamp.make(now(), "test"))).write_bytes(b"torn")
+    report = await import_folder(store_url, folder)
+    assert [each.outcome for each in report.rollouts] == [Outcome.FAILED, Outcome.IMPORTED]
+    assert "spill discard" in report.rollouts[0].findings[0].reason
 
 
 LEDGER_VALUES = [

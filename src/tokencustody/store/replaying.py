@@ -103,11 +103,12 @@ async def _look(doors: Doors, spill: Spill, key: RolloutKey, give_up: float) -> 
 def _damaged(key: RolloutKey, path: Path) -> DamagedMarkError:
     return DamagedMarkError(
         f"a mark of rollout {key.rollout_id} of run {key.run} that waited on this host is damaged, so the rollout may "
-        f"lack a call and is neither frozen nor let go: {_how_to_decide(key, path)}"
+        f"lack a call and is neither frozen nor let go: {how_to_decide(key, path)}"
     )
 
 
-def _how_to_decide(key: RolloutKey, path: Path) -> str:
+def how_to_decide(key: RolloutKey, path: Path) -> str:
+    """Return the commands by which a person decides about a damaged file."""
     named = shlex.quote(str(path))
     return (
         f"`tokencustody spill mark {named} {key.rollout_id} --run {key.run} --url URL` marks it, "
@@ -123,7 +124,7 @@ async def _claim_first(spill: Spill, path: Path, key: RolloutKey, give_up: float
     except OSError as exc:
         raise DamagedMarkError(
             f"a mark of rollout {key.rollout_id} of run {key.run} waits on this host and must come first, but "
-            f"cannot be read: {exc}; mend that, or decide: {_how_to_decide(key, path)}"
+            f"cannot be read: {exc}; mend that, or decide: {how_to_decide(key, path)}"
         ) from exc
 
 

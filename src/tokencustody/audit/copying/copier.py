@@ -24,7 +24,7 @@ from tokencustody.audit.copying.rows import (
 )
 from tokencustody.audit.selection import PAGE, RolloutFilter
 from tokencustody.audit.watching import Watch, unwatched
-from tokencustody.errors import InvalidRecordError, StoreUnavailableError
+from tokencustody.errors import DamagedMarkError, InvalidRecordError, StoreUnavailableError
 from tokencustody.sql import migrate, registry
 from tokencustody.sql.dialects import insert_if_absent
 from tokencustody.sql.tables import FenceState, fences, intents, staged_calls
@@ -32,6 +32,7 @@ from tokencustody.sql.transactions import Database
 from tokencustody.sql.url import DatabaseUrl, parse_url
 from tokencustody.store.base import SqlStore
 from tokencustody.store.fence import RolloutKey, find_fence_txn, of_rollout
+from tokencustody.store.replaying import how_to_decide
 from tokencustody.store.spill import Spill
 from tokencustody.store.spill_files import spill_root
 
@@ -102,7 +103,7 @@ class Copier:
             run=run, prefix=prefix, rollout_ids=None if rollout_ids is None else tuple(rollout_ids)
         )
         is_new = await self._reach(wanted, dry_run=dry_run)
-        marks = await self._waiting_marks()
+        marks = self._marks()
         report = CopyReport()
         unseen = set(rollout_ids or ())
         total = await selection.count(self._source, wanted) + await self._count_staged_alone(wanted)
@@ -110,12 +111,8 @@ class Copier:
             async for key, state in self._keys(wanted):
                 if state == FenceState.OPEN and not include_open:
                     copied = _told(key, Outcome.LEFT_OUT, "it is open")
-                elif marks is not None and marks.waiting(key):
-                    copied = _told(
-                        key,
-                        Outcome.LEFT_OUT,
-                        "a mark of it waits on this host: bring it into the source by `tokencustody spill replay`",
-                    )
+                elif why := _held_up(marks, key):
+                    copied = _told(key, Outcome.LEFT_OUT, why)
                 else:
                     copied = await self._copy(key, dry_run=dry_run, is_new=is_new)
                 report.add(copied)
@@ -137,17 +134,9 @@ class Copier:
         _refuse_same(source, target)
         return False
 
-    async def _waiting_marks(self) -> Spill | None:
+    def _marks(self) -> Spill | None:
         root = spill_root("")
-        if root is None:
-            return None
-        spill = Spill(root, self._source.url)
-        try:
-            return spill if spill.waiting() else None
-        except OSError as exc:
-            raise StoreUnavailableError(
-                f"marks for the source may wait in {spill.folder}, but this user may not look: {exc.strerror}"
-            ) from exc
+        return None if root is None else Spill(root, self._source.url)
 
     async def _keys(self, wanted: RolloutFilter) -> AsyncIterator[tuple[RolloutKey, str | None]]:
         async for page in selection.pages(self._source, wanted):
@@ -183,6 +172,8 @@ class Copier:
                 return _told(key, exc.decision.outcome, exc.decision.reason)
             except DamagedRowError as exc:
                 return _told(key, Outcome.FAILED, f"{exc}: run `tokencustody verify`")
+            except DamagedMarkError as exc:
+                return _told(key, Outcome.FAILED, f"in the target, {exc}")
             if decide(source, held).outcome is not Outcome.ALREADY_THERE:
                 return _told(
                     key, Outcome.FAILED, "what the target gives back is not what was written: check its disk"
@@ -267,6 +258,24 @@ def _refuse_txn(connection: Connection, key: RolloutKey, row: dict[str, Any]) ->
         raise _RefusedError(
             Decision(Outcome.CONFLICT, f"the target holds other data in intents ({row['model_call_id']})")
         )
+
+
+def _held_up(marks: Spill | None, key: RolloutKey) -> str:
+    """Return what of a rollout's marks on this host must come first, nothing if nothing must."""
+    if marks is None:
+        return ""
+    try:
+        # In this order: somebody else may find damage in between, and rename the file.
+        waiting, damaged = marks.waiting(key), marks.damaged(key)
+    except OSError as exc:
+        raise StoreUnavailableError(
+            f"marks for the source may wait in {marks.folder}, but this user may not look: {exc.strerror}"
+        ) from exc
+    if damaged:
+        return f"a mark of it that waited on this host is damaged: {how_to_decide(key, damaged[0])}"
+    if waiting:
+        return "a mark of it waits on this host: bring it into the source by `tokencustody spill replay`"
+    return ""
 
 
 def _told(key: RolloutKey, outcome: Outcome, reason: str) -> CopiedRollout:

@@ -21,7 +21,7 @@ from tokencustody.audit.gym_import.report import (
 from tokencustody.audit.gym_import.walking import RefusedError, Walk
 from tokencustody.audit.reading import RolloutNotFoundError
 from tokencustody.audit.watching import Watch, unwatched
-from tokencustody.errors import CorruptEntryError, InvalidRecordError
+from tokencustody.errors import CorruptEntryError, DamagedMarkError, InvalidRecordError
 from tokencustody.sql import migrate
 from tokencustody.sql.folders import local_path
 from tokencustody.sql.tables import fences
@@ -108,7 +108,7 @@ class GymImporter(SqlStore):
                 return await self._write_after_marks(key, lambda connection: walk(connection, writes=True))
         except RefusedError as exc:
             return exc.found
-        except (UnreadableFileError, CorruptEntryError, InvalidRecordError) as exc:
+        except (UnreadableFileError, CorruptEntryError, InvalidRecordError, DamagedMarkError) as exc:
             return _failed(files.rollout_id, f"nothing of it was imported: {exc}")
         except (DBAPIError, ArithmeticError) as exc:
             # Not what the driver says of it: that may quote a value.
