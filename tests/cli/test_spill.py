@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.store.rows import rows_of
+from tests.support.entries import make_entry
 from tokencustody import open_store
 from tokencustody.cli import app, main
 from tokencustody.errors import StoreUnavailableError
@@ -216,14 +217,74 @@ def test_a_damaged_file_is_discarded_when_a_person_says_so(
     assert not asyncio.run(freeze(store_url))
 
 
+def test_a_damaged_file_marks_its_rollout_from_wherever_it_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill: Spill
+) -> None:
+    migrate.upgrade(store_url)
+    file = damaged(spill)
+    monkeypatch.chdir(spill.folder)
+    ended = run(capsys, monkeypatch, "mark", file.name, "rollout-1", "--run", "run-1", "--url", store_url)
+    assert (ended.code, file.exists()) == (0, False)
+    assert asyncio.run(freeze(store_url))
+
+
+async def put(url: str, rollout: str) -> None:
+    async with open_store(url, run="run-1") as store:
+        await store.sink.put(make_entry(rollout))
+
+
+def test_a_damaged_file_marks_nothing_in_another_database(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    store_url: str,
+    spill: Spill,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    other = f"sqlite:///{tmp_path / 'other.db'}"
+    for url, rollout in ((store_url, "rollout-1"), (other, "rollout-2")):
+        asyncio.run(put(url, rollout))
+    file = damaged(spill)
+    marking = ("mark", str(file), "rollout-1", "--run", "run-1", "--url", other)
+    wrong = run(capsys, monkeypatch, *marking)
+    assert (wrong.code, "is not of sqlite:///" in wrong.err, "--of" in wrong.err) == (2, True, True)
+    unknown = run(capsys, monkeypatch, *marking, "--of", store_url)
+    assert (unknown.code, "has no rollout rollout-1 of run run-1" in unknown.err) == (2, True)
+    for url in (store_url, other):
+        assert asyncio.run(rows_of(url, tables.failures)) == []
+    assert [row["rollout_id"] for row in asyncio.run(rows_of(other, tables.fences))] == ["rollout-2"]
+    with pytest.raises(StoreUnavailableError, match="is damaged"):
+        asyncio.run(freeze(store_url))
+    # As for a database that was moved, with the rollout in it.
+    file = file.with_name(f"{file.name}.corrupt")
+    asyncio.run(put(other, "rollout-1"))
+    moved = ("mark", str(file), "rollout-1", "--run", "run-1", "--url", other, "--of", store_url)
+    assert run(capsys, monkeypatch, *moved).code == 0
+    assert asyncio.run(freeze(other))
+    assert not file.exists()
+
+
 def test_what_is_not_the_rollouts_or_not_damaged_is_not_decided(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill: Spill
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
     migrate.upgrade(store_url)
     file, good = damaged(spill), keep(spill)
     other = run(capsys, monkeypatch, "mark", str(file), "rollout-2", "--run", "run-1", "--url", store_url)
     assert (other.code, "was no mark of rollout rollout-2" in other.err) == (2, True)
     discarded = run(capsys, monkeypatch, "discard", str(good), "--yes")
     assert (discarded.code, "is not a damaged mark" in discarded.err) == (2, True)
+    marking = ("rollout-1", "--run", "run-1", "--url", store_url)
+    for path, why in (
+        (good, "is not a damaged mark"),
+        (file.with_name(f"{file.name}.corrupt"), "there is no file"),
+    ):
+        marked = run(capsys, monkeypatch, "mark", str(path), *marking)
+        assert (marked.code, why in marked.err) == (2, True)
+    another_run = run(
+        capsys, monkeypatch, "mark", str(file), "rollout-1", "--run", "run-2", "--url", store_url
+    )
+    assert (another_run.code, "was no mark of rollout rollout-1 of run run-2" in another_run.err) == (2, True)
+    assert asyncio.run(rows_of(store_url, tables.fences)) == []
     assert file.exists()
     assert good.exists()

@@ -17,6 +17,8 @@ from tokencustody.cli.db import Json, Url
 from tokencustody.cli.printing import console, literal, moment, plural, print_json, printable
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from tokencustody.store.spill import SpilledFile
 
 DEADLINE = 10.0
@@ -38,6 +40,17 @@ Folder = Annotated[
 
 DamagedFile = Annotated[
     Path, typer.Argument(help="A damaged file, as the refused freeze or `spill list` names it.")
+]
+
+
+Of = Annotated[
+    str | None,
+    typer.Option(
+        "--of",
+        metavar="URL",
+        help="Another address, as `spill list` shows it, under which the marks were kept: for a database that was "
+        "moved to a new server, or is reached by several.",
+    ),
 ]
 
 
@@ -76,15 +89,7 @@ def list_(folder: Folder = None, as_json: Json = False) -> None:
 def replay(
     url: Url,
     folder: Folder = None,
-    of: Annotated[
-        str | None,
-        typer.Option(
-            "--of",
-            metavar="URL",
-            help="Another address, as `spill list` shows it, under which the marks were kept: for a database that was "
-            "moved to a new server.",
-        ),
-    ] = None,
+    of: Of = None,
     as_json: Json = False,
 ) -> None:
     """Bring the marks that wait for a database, of every run, into it. Exit code 1 if any are left or corrupt."""
@@ -152,27 +157,51 @@ def mark(
     rollout: Annotated[str, typer.Argument(help="The rollout, as the refused freeze names it.")],
     url: Url,
     run: Annotated[str, typer.Option("--run", help="The rollout's run.")] = "default",
+    of: Of = None,
 ) -> None:
-    """Mark the rollout of a damaged file as incomplete, and remove the file."""
+    """Mark the rollout of a damaged file as incomplete, and remove the file.
+
+    By its name the file belongs to one rollout, by its folder to one database: in no other anything is marked. Where
+    --of names the address of that folder, the database must know the rollout.
+    """
     from tokencustody.sql.transactions import Database
     from tokencustody.sql.url import parse_url
-    from tokencustody.store.fence import RolloutKey
+    from tokencustody.store.fence import RolloutKey, find_fence_txn
     from tokencustody.store.ids import check_rollout_id
     from tokencustody.store.spill import Spill
 
     key = RolloutKey(check_rollout_id(run, "run"), check_rollout_id(rollout))
+    _refuse_whole(file)
     database = Database(parse_url(url), deadline=DEADLINE, creates=False)
-    made = Spill(file.parent.parent, database.url).mark_of(file, key, f"{socket.gethostname()}:{os.getpid()}")
+    folder = file.absolute().parent
+    own = Spill(folder.parent, database.url)
+    kept = Spill(folder.parent, parse_url(of)) if of else own
+    if folder.name != kept.folder.name:
+        raise typer.BadParameter(
+            f"{printable(str(file))} is not of {kept.address}, so nothing was marked: name its database, or, where "
+            "that has another address now, by --of the one under which the mark was kept"
+        )
+    made = kept.mark_of(file, key, f"{socket.gethostname()}:{os.getpid()}")
     if made is None:
         raise typer.BadParameter(f"{file.name} was no mark of rollout {rollout} of run {run}")
 
-    async def store() -> bool:
+    def settle(connection: Connection) -> bool | None:
+        # That it is the same database, --of only says.
+        if kept.folder != own.folder and find_fence_txn(connection, key, exclusive=True) is None:
+            return None
+        return made.settle_txn(connection)
+
+    async def store() -> bool | None:
         try:
-            return await database.write(made.settle_txn)
+            return await database.write(settle)
         finally:
             await database.close()
 
     stored = asyncio.run(store())
+    if stored is None:
+        raise typer.BadParameter(
+            f"{database.url.display} has no rollout {rollout} of run {run}, so nothing was marked: name its database"
+        )
     _remove(file)
     if stored:
         typer.echo(
@@ -190,20 +219,26 @@ def discard(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove a damaged file, after which its rollout can be frozen as if no call was lost."""
+    _refuse_whole(file)
+    if not yes:
+        typer.confirm("Was no call of its rollout lost? The rollout may then be trained on", abort=True)
+    _remove(file)
+    typer.echo(f"{printable(str(file))} removed")
+
+
+def _refuse_whole(file: Path) -> None:
     from tokencustody.store.spill import is_damaged
 
     try:
         damaged = is_damaged(file)
+    except FileNotFoundError:
+        raise typer.BadParameter(f"there is no file {printable(str(file))}") from None
     except OSError:
         damaged = True
     if not damaged:
         raise typer.BadParameter(
             f"{printable(str(file))} is not a damaged mark: `tokencustody spill replay` brings it in"
         )
-    if not yes:
-        typer.confirm("Was no call of its rollout lost? The rollout may then be trained on", abort=True)
-    _remove(file)
-    typer.echo(f"{printable(str(file))} removed")
 
 
 def _remove(file: Path) -> None:
