@@ -271,6 +271,59 @@ def test_what_cannot_hold_a_backup_is_named(
     assert len(calls_of(Path(parse_url(filled_url).dsn), "here")) == 20
 
 
+@pytest.mark.parametrize("log", ["-wal", "-shm", "-journal"])
+@pytest.mark.parametrize(
+    "named", ["as it is", "relatively", "by a link", "in a linked folder", "by a hard link"]
+)
+def test_the_log_of_a_database_is_no_place_for_a_backup(
+    filled_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, named: str
+) -> None:
+    file = Path(parse_url(filled_url).dsn)
+    target = path = Path(f"{file}{log}")
+    with closing(sqlite3.connect(file)) as holder:
+        holder.execute("PRAGMA user_version = 7")
+        before = {each: each.stat().st_ino for each in file.parent.iterdir() if each.is_file()}
+        match named:
+            case "relatively":
+                monkeypatch.chdir(file.parent)
+                target = Path(path.name)
+            case "by a link":
+                target = tmp_path / "elsewhere"
+                target.symlink_to(path)
+            case "in a linked folder":
+                (tmp_path / "linked").symlink_to(file.parent)
+                target = tmp_path / "linked" / path.name
+            case "by a hard link" if log != "-journal":
+                target = tmp_path / "elsewhere"
+                target.hardlink_to(path)
+        with pytest.raises(BackupError, match="the log of"):
+            back_up(filled_url, target, overwrite=True)
+        assert {each: each.stat().st_ino for each in before} == before
+        assert path.exists() == (log != "-journal")
+    assert len(calls_of(file, "here")) == 20
+
+
+def test_a_log_is_opened_as_no_database_and_a_report_replaces_neither(
+    filled_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(parse_url(filled_url).dsn)
+    log = Path(f"{file}-wal")
+    with closing(sqlite3.connect(file)) as holder:
+        holder.execute("PRAGMA user_version = 7")
+        holder.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
+        assert log.stat().st_size == 0
+        with pytest.raises(StoreUnavailableError, match="the name of the log of"):
+            asyncio.run(fill(str(log), 1))
+        for path in (file, log):
+            command = ["tokencustody", "verify", "--url", filled_url, "--report", str(path)]
+            monkeypatch.setattr(sys, "argv", command)
+            with pytest.raises(SystemExit) as exited:
+                main()
+            assert (exited.value.code, "is a database" in capsys.readouterr().err) == (2, True)
+        assert log.stat().st_size == 0
+    assert len(calls_of(file, "here")) == 20
+
+
 def test_what_is_no_capture_database_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailableError, match=r"missing\.db does not exist"):
         back_up(tmp_path / "missing.db", tmp_path / "backup.db")

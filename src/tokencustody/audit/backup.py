@@ -18,6 +18,7 @@ from tokencustody.errors import BackupError, SchemaMismatchError, StoreUnavailab
 from tokencustody.sql.faults import unavailable
 from tokencustody.sql.folders import sync_folder
 from tokencustody.sql.sqlite import file_engine, refuse_no_file
+from tokencustody.sql.sqlite_files import logs_of, owner_of_log
 from tokencustody.sql.url import DatabaseUrl, parse_url
 from tokencustody.sql.waits import waiting
 
@@ -100,6 +101,11 @@ def _check_target(source: DatabaseUrl, target: Path, *, overwrite: bool) -> None
         raise BackupError(f"there is no folder {target.parent}: make it first")
     if target.exists() and target.samefile(source.dsn):
         raise BackupError(f"{target} is the database itself: name another file")
+    owner = owner_of_log(target)
+    if owner is not None:
+        raise BackupError(f"{target} has the name of the log of {owner}: name another file")
+    if target.exists() and any(log.exists() and target.samefile(log) for log in logs_of(Path(source.dsn))):
+        raise BackupError(f"{target} is the log of the database: name another file")
     for log in (Path(f"{target}{suffix}") for suffix in ("-wal", "-journal")):
         if log.exists() and log.stat().st_size:
             raise BackupError(

@@ -64,8 +64,8 @@ def verify(
     from tokencustody.cli import is_expected
     from tokencustody.sql.tables import FenceState
 
-    _try_folder(report, "--report")
-    _try_folder(checkpoint, "--checkpoint")
+    _try_file(report, "--report")
+    _try_file(checkpoint, "--checkpoint")
     try:
         wanted = RolloutFilter(
             run=run,
@@ -97,10 +97,18 @@ def verify(
         raise typer.Exit(_FOUND)
 
 
-def _try_folder(file: Path | None, option: str) -> None:
-    """Refuse now a file that could not be written when the work is done."""
+def _try_file(file: Path | None, option: str) -> None:
+    """Refuse now a file that could not be written when the work is done, or that is a database."""
+    from tokencustody.sql.sqlite_files import is_of_database
+
     if file is None:
         return
+    try:
+        is_database = is_of_database(file)
+    except OSError:  # as of one that this user may replace and not read
+        is_database = False
+    if is_database:
+        raise typer.BadParameter(f"{file} is a database, or the log of one", param_hint=option)
     folder = file.absolute().parent
     try:
         tempfile.TemporaryFile(dir=folder).close()

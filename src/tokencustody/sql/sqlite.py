@@ -32,6 +32,7 @@ from tokencustody.sql.sqlite_files import (
     archive_stamp,
     has_journal,
     opened_file,
+    owner_of_log,
 )
 from tokencustody.sql.url import DatabaseUrl
 
@@ -334,18 +335,22 @@ def file_engine(
 
 
 def refuse_no_file(url: DatabaseUrl) -> None:
-    """Raise StoreUnavailableError for what is no file, or where only the log of one is left, which SQLite would delete.
+    """Raise StoreUnavailableError for what is no file, or the log of another one, or where only a log is left, which
+    SQLite would delete.
 
     Nothing is raised for a file that does not exist at all.
     """
     file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
     try:
         is_other = file.exists() and not file.is_file()
+        owner = owner_of_log(file)
     except OSError:
         return
     if is_other:
         kind = "a folder: name a file in it" if file.is_dir() else "not a regular file"
         raise StoreUnavailableError(f"{url.display} is {kind}")
+    if owner is not None:
+        raise StoreUnavailableError(f"{url.display} has the name of the log of {owner}: name another file")
     try:
         is_lost = log.stat().st_size > 0 and not (file.exists() and file.stat().st_size)
     except OSError:

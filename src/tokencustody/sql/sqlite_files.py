@@ -21,6 +21,9 @@ from tokencustody.sql.url import DatabaseUrl
 # Device and inode.
 File = tuple[int, int]
 
+# What SQLite calls the log of a file, the log's index, and the journal of a file that is in no log.
+_LOGS = ("-wal", "-shm", "-journal")
+
 
 class OpenedConnection(sqlite3.Connection):
     """Ends its transaction when it is closed, and no longer keeps the file's log in place.
@@ -215,3 +218,28 @@ def _status(path: str) -> os.stat_result | None:
         return os.stat(path)  # noqa: PTH116 - asked at every commit
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def logs_of(file: Path) -> list[Path]:
+    """Return where SQLite keeps what belongs to a file, which is beside what links lead to."""
+    return [Path(f"{os.path.realpath(file)}{suffix}") for suffix in _LOGS]
+
+
+def owner_of_log(file: Path) -> Path | None:
+    """Return the file whose log SQLite would take this one for by its name, None where there is no such file."""
+    for path in (file, Path(os.path.realpath(file))):
+        for suffix in _LOGS:
+            owner = Path(str(path).removesuffix(suffix))
+            if owner != path and owner.is_file():
+                return owner
+    return None
+
+
+def is_of_database(file: Path) -> bool:
+    """Return whether a file is a SQLite database, or the log of one. Raises OSError."""
+    if owner_of_log(file) is not None:
+        return True
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(16) == b"SQLite format 3\0"
