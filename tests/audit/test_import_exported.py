@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 
 from tests.audit.gym_folders import found, import_folder
-from tests.audit.rich import fill_richly
+from tests.audit.rich import fill_richly, rows
 from tests.support.entries import make_entry
+from tests.support.ledger import make_commit
 from tokencustody import open_store
 from tokencustody.audit.export import ExportOptions, Format, export
 from tokencustody.audit.gym_import import FindingKind, Outcome
+from tokencustody.errors import PayloadConflictError
 from tokencustody.sql.codec import differing_fields
 
 
@@ -41,3 +45,71 @@ async def test_an_export_in_gyms_layout_comes_back_with_equal_calls_snapshots_an
             # Each freeze of the same snapshot may be dropped by what either database says of it.
             assert after.version == before.version
             assert await theirs.lineage.manifest(name) == await ours.lineage.manifest(name)
+
+
+async def fill_incomplete(url: str) -> None:
+    """Add frozen rollouts, each incomplete for another reason, or with another ledger."""
+    named = [{"role": "user", "content": "hi", "name": "bob"}]
+    async with open_store(url, run="run-1") as store:
+        await store.sink.put(make_entry("conflict"))
+        with contextlib.suppress(PayloadConflictError):
+            await store.sink.put(make_entry("conflict", model="another"))
+        await store.sink.put(make_entry("dangling"))
+        await store.sink.begin_call("dangling", "never-came")
+        await store.sink.put(make_entry("marked"))
+        await store.sink.mark_incomplete("marked", "")
+        await store.sink.mark_incomplete("marked", "lost")
+        await store.sink.put(make_entry("refused"))
+        await store.sink.begin_call("refused", "too-long")
+        await store.sink.refuse_call("refused", model_call_id="too-long", code=None)
+        await store.lineage.record(make_commit("ledger"))
+        await store.lineage.record(make_commit("claimed", continuation_fingerprint="f" * 64))
+        await store.lineage.record(make_commit("unversioned", fingerprint_version=0))
+        await store.lineage.record(make_commit("named", request=named))
+        await store.lineage.import_rows("moved", await store.lineage.export_rows("ledger"))
+        await store.lineage.record(make_commit("failed"))
+        for reason in ("first", "second"):
+            await store.lineage.record_failure("failed", "call-1", reason)
+            await store.lineage.record_failure("failed", "call-2", reason)
+        for name in INCOMPLETE:
+            await store.source.freeze(name)
+
+
+INCOMPLETE = (
+    *("conflict", "dangling", "marked", "refused"),
+    *("ledger", "claimed", "unversioned", "named", "moved", "failed"),
+)
+
+
+async def test_an_export_in_gyms_layout_changes_nothing_where_it_came_from_nor_where_it_was_imported(
+    store_url: str, tmp_path: Path
+) -> None:
+    await fill_incomplete(store_url)
+    options = ExportOptions(format=Format.GYM, run="run-1", include_incomplete=True)
+    await export(store_url, tmp_path / "gym", options, mark=False)
+    target = f"sqlite:///{tmp_path / 'imported.db'}"
+    assert len((await import_folder(target, tmp_path / "gym", run="run-1")).rollouts) == len(INCOMPLETE)
+    for url in (store_url, target):
+        before = await rows(url)
+        again = await import_folder(url, tmp_path / "gym", run="run-1")
+        assert {each.rollout_id: each.outcome for each in again.rollouts} == dict.fromkeys(
+            INCOMPLETE, Outcome.ALREADY_THERE
+        ), [found(each) for each in again.rollouts]
+        assert await rows(url) == before
+
+
+async def test_a_ledger_row_that_was_altered_in_the_files_is_a_conflict(
+    store_url: str, tmp_path: Path
+) -> None:
+    await fill_incomplete(store_url)
+    options = ExportOptions(format=Format.GYM, run="run-1", include_incomplete=True)
+    await export(store_url, tmp_path / "gym", options, mark=False)
+    before = await rows(store_url)
+    file = tmp_path / "gym" / "ledger.lineage.jsonl"
+    line = json.loads(file.read_bytes())
+    for field, value in {"weight_version": 99, "fingerprint": "0" * 64, "fingerprint_version": 1}.items():
+        file.write_text(json.dumps(line | {field: value}) + "\n")
+        report = await import_folder(store_url, tmp_path / "gym", run="run-1")
+        conflicting = [each.rollout_id for each in report.rollouts if each.outcome is Outcome.CONFLICT]
+        assert conflicting == ["ledger"], field
+        assert await rows(store_url) == before

@@ -291,7 +291,6 @@ async def test_an_import_is_all_or_nothing(store: CaptureStore) -> None:
         ({"record": {}}, r"rows\[1\]: "),
         ({"staging_chain": ["nul\0"]}, r"rows\[1\]: staging_chain\[0\]"),
         ({"record": None}, r"rows\[1\]"),
-        ({"payload_sha256": 5}, r"rows\[1\]: payload_sha256"),
     ],
 )
 async def test_a_malformed_row_is_named_and_nothing_is_imported(
@@ -303,6 +302,58 @@ async def test_a_malformed_row_is_named_and_nothing_is_imported(
     with pytest.raises(InvalidRecordError, match=says):
         await store.lineage.import_rows("attempt-2", [rows[0], rows[1] | damage])
     assert not await store.lineage.has_rows("attempt-2")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"record": {"weight_version": 99}},
+        {"record": {"continuation_fingerprint": "f" * 64}},
+        {"derived_fingerprint": "f" * 64},
+        {"derived_fingerprint_version": 1},
+        {"staging_chain": ["rollout-1/call-0", "rollout-1/call-1"]},
+        {"continuation_context_len": 7},
+        {"record": {"weight_version": 99}, "payload_sha256": "0" * 64},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_flat", [False, True])
+async def test_an_altered_row_is_a_conflict_whatever_hash_it_carries(
+    store: CaptureStore, change: dict[str, Any], is_flat: bool
+) -> None:
+    await store.lineage.record(make_commit())
+    rows = await store.lineage.export_rows("rollout-1")
+    altered = rows[0] | change | {"record": rows[0]["record"] | change.get("record", {})}
+    with pytest.raises(PayloadConflictError, match="call-1"):
+        await store.lineage.import_rows("rollout-1", [flat(altered) if is_flat else altered])
+    assert await store.lineage.export_rows("rollout-1") == rows
+    # Where the call is new it is another one, and has a hash of its own.
+    await store.lineage.delete(["rollout-1"])
+    await store.lineage.import_rows("rollout-1", [altered])
+    (imported,) = await store.lineage.export_rows("rollout-1")
+    assert imported["payload_sha256"] not in (rows[0]["payload_sha256"], "0" * 64)
+    with pytest.raises(PayloadConflictError, match="call-1"):
+        await store.lineage.import_rows("rollout-1", rows)
+
+
+@pytest.mark.parametrize("is_older_here", [False, True])
+@pytest.mark.parametrize("is_older_there", [False, True])
+async def test_a_row_of_an_older_release_is_known_again(
+    store: CaptureStore, is_older_here: bool, is_older_there: bool
+) -> None:
+    await store.lineage.record(make_commit())
+    rows = await store.lineage.export_rows("rollout-1")
+    older = [
+        {name: value for name, value in row.items() if not name.startswith("derived_")}
+        | {"payload_sha256": "0" * 64}
+        for row in rows
+    ]
+    await store.lineage.delete(["rollout-1"])
+    await store.lineage.import_rows("rollout-1", older if is_older_here else rows)
+    before = await store.lineage.export_rows("rollout-1")
+    await store.lineage.import_rows("rollout-1", older if is_older_there else rows)
+    await store.lineage.record(make_commit())
+    assert await store.lineage.export_rows("rollout-1") == before
 
 
 async def test_rows_without_a_response_id_can_be_carried_along(store: CaptureStore) -> None:

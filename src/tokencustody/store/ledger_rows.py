@@ -65,7 +65,7 @@ def row_of_commit(commit: CaptureLedgerCommit) -> dict[str, Any]:
 def row_of_export(rollout_id: str, row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the table and the columns of an exported row, whose record may also stand in it field by field.
 
-    Raises InvalidRecordError.
+    The hash is derived from the columns, whatever the row says of it. Raises InvalidRecordError.
     """
     try:
         row = {_OTHER_NAMES.get(name, name): value for name, value in row.items()}
@@ -93,11 +93,7 @@ def row_of_export(rollout_id: str, row: Mapping[str, Any]) -> tuple[Any, dict[st
             row.get("derived_fingerprint_version") or record.get("fingerprint_version") or 0,
         )
         columns = _call_row(record, row["staging_chain"], made)
-        if derived is None:
-            columns = _as_claimed(columns)
-        if "payload_sha256" in row:
-            columns["payload_sha256"] = check_text(row["payload_sha256"], "payload_sha256")
-        return ledger_calls, columns
+        return ledger_calls, dict(_as_claimed(columns) if derived is None else columns)
     except ValidationError as exc:
         raise InvalidRecordError(first_problem(exc)) from None
     except KeyError as exc:
@@ -170,10 +166,11 @@ def manifest_of(rollout_id: str, calls: Sequence[Any], failures: Sequence[Any]) 
 
 def is_same_call(held: Any, row: Mapping[str, Any]) -> bool:
     """Return whether a stored row is of the same commit, in which conversations count by their hashes alone."""
-    if held.payload_sha256 == row["payload_sha256"]:
-        return True
-    said = row if held.recorded_fingerprint_version is not None else _as_claimed(row)
-    return all(getattr(held, name) == value for name, value in said.items() if name != "payload_sha256")
+    # Not by their own hashes: those of older rows cover something else.
+    said: Mapping[str, Any] = held._mapping
+    if said["recorded_fingerprint_version"] is None or row["recorded_fingerprint_version"] is None:
+        said, row = _as_claimed(said), _as_claimed(row)
+    return all(said[name] == value for name, value in row.items() if name != "payload_sha256")
 
 
 def _call_row(record: Mapping[str, Any], staging_chain: Iterable[str], made: Continuation) -> dict[str, Any]:
@@ -209,8 +206,10 @@ def _call_row(record: Mapping[str, Any], staging_chain: Iterable[str], made: Con
     return row | {"payload_sha256": hashlib.sha256(identity).hexdigest()}
 
 
-def _as_claimed(row: Mapping[str, Any]) -> dict[str, Any]:
+def _as_claimed(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the columns as they are where nobody derived a fingerprint, as in rows older than revision 0005."""
+    if row["recorded_fingerprint_version"] is None:
+        return row
     claims = {name: row[column] for name, column in _CLAIMED.items()}
     return {**row, **claims, **dict.fromkeys(_CLAIMED.values())}
 

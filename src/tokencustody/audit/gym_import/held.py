@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 
 from tokencustody.sql.tables import (
     FailureKind,
@@ -17,18 +17,23 @@ from tokencustody.sql.tables import (
     ledger_calls,
     ledger_failures,
 )
-from tokencustody.store.fence import Fence, RolloutKey, of_rollout
+from tokencustody.store.fence import Fence, RolloutKey, of_call, of_rollout
+
+_LEDGER_CALL = select(ledger_calls).where(of_call(ledger_calls))
 
 
 @dataclass
 class Held:
-    """What the database holds of a rollout, without payloads. `fence` is None where it holds nothing."""
+    """What the database holds of a rollout, without payloads. `fence` is None where it holds nothing.
+
+    `failed` are the calls for which it is marked, or of which it has a conflict.
+    """
 
     fence: Fence | None = None
     calls: dict[str, str] = field(default_factory=dict)
     intents: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
-    marks: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     conflicts: set[tuple[str, str]] = field(default_factory=set)
     ledger: dict[str, str] = field(default_factory=dict)
     ledger_failures: dict[str, set[str]] = field(default_factory=dict)
@@ -52,8 +57,13 @@ class Held:
             calls=dict(map(tuple, of(entries, "model_call_id", "payload_sha256"))),
             intents={call for call, _ in announced},
             refused={call for call, refused_at in announced if refused_at is not None},
-            marks={call for kind, call, _ in failed if kind == FailureKind.MARK},
+            failed={call for _, call, _ in failed},
             conflicts={(call, second) for kind, call, second in failed if kind == FailureKind.CONFLICT},
             ledger=dict(map(tuple, of(ledger_calls, "model_call_id", "payload_sha256"))),
             ledger_failures=reasons,
         )
+
+
+def ledger_call_txn(connection: Connection, key: RolloutKey, call: str) -> Row[Any]:
+    """Return the row that the ledger holds of a call."""
+    return connection.execute(_LEDGER_CALL, key.named(call)).one()

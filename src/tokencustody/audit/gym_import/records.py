@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
@@ -51,11 +50,7 @@ def digest_problem(entry: TokenEntry, sequence: list[int]) -> str:
 
 
 def read_ledger_row(rollout_id: str, text: bytes | None) -> tuple[Any, dict[str, Any]]:
-    """Return the table and the columns of a line of ID.lineage.jsonl. Raises UnreadableLineError.
-
-    The identity of the row is the SHA-256 of its canonical JSON: Gym does not keep the conversation that the store's
-    own identity covers.
-    """
+    """Return the table and the columns of a line of ID.lineage.jsonl. Raises UnreadableLineError."""
     found = _object(text)
     call = found.get("model_call_id")
     named = call if isinstance(call, str) and is_call_id(call) else None
@@ -66,14 +61,12 @@ def read_ledger_row(rollout_id: str, text: bytes | None) -> tuple[Any, dict[str,
         record = {
             _RENAMED.get(name, name): value for name, value in found.items() if name not in _NOT_OF_RECORD
         }
-        canonical = json.dumps(found, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         exported |= {
             "record": record,
             "staging_chain": found.get("staging_chain", []),
             "derived_fingerprint": found.get("fingerprint"),
             "continuation_context_len": found.get("context_len", 0),
             "continuation_context_digest": found.get("context_digest", ""),
-            "payload_sha256": hashlib.sha256(canonical.encode(errors="surrogatepass")).hexdigest(),
         }
     try:
         if found.get("digest", "") not in ("", None, found.get("cumulative_hash")):

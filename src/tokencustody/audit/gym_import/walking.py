@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, insert
 
 from tokencustody.audit.gym_import.files import Line, RolloutFiles, State, lines, names, text_at
-from tokencustody.audit.gym_import.held import Held
+from tokencustody.audit.gym_import.held import Held, ledger_call_txn
 from tokencustody.audit.gym_import.records import (
     UnreadableLineError,
     digest_problem,
@@ -31,6 +31,7 @@ from tokencustody.sql.id_columns import PackedIds
 from tokencustody.sql.tables import FenceState, entries, ledger_failures
 from tokencustody.store.fence import Fence, RolloutKey, Stamp
 from tokencustody.store.ids import is_call_id
+from tokencustody.store.ledger_rows import is_same_call
 from tokencustody.store.putting import Put, conflict_evidence, read_base, read_call_txn
 from tokencustody.store.reading import chain_txn
 from tokencustody.store.sequences import KnownSequence, KnownSequences
@@ -324,7 +325,8 @@ class Walk:
         named = [call if is_call_id(call) else "" for _, call in names(self._files.marks)]
         # What the database holds is not lost because a file was damaged since.
         damaged = [] if same_snapshot else [call for call in self._lost if call not in self._held.calls]
-        if state is not None and state.incomplete and not (named or self._evidence or damaged):
+        is_held = self._held.fence is not None and self._held.fence.incomplete
+        if state is not None and state.incomplete and not (named or self._evidence or damaged or is_held):
             named = [""]  # as after a conflict, of which Gym's files keep nothing else
         return list(dict.fromkeys([*named, *damaged]))
 
@@ -357,7 +359,7 @@ class Walk:
             elif seen.setdefault(call, identity) != identity:
                 self._lose(path, line, call, "the ledger has other data of the call before; those stay")
             elif call in calls or call in failed:
-                if calls.get(call) != identity:
+                if not self._is_in_ledger(connection, row):
                     self._conflict(path, "the database's ledger holds the call with other data", line, call)
             else:
                 calls[call] = identity
@@ -366,12 +368,23 @@ class Walk:
         if self._writes and connection is not None:
             self._verdict.record_txn(connection, new)
 
+    def _is_in_ledger(self, connection: Connection | None, row: dict[str, Any]) -> bool:
+        call = row["model_call_id"]
+        held = self._held.ledger.get(call)
+        if held == row["payload_sha256"]:
+            return True
+        if held is None or connection is None:
+            return False
+        found = ledger_call_txn(connection, self._key, call)
+        # Gym's line does not say by which rules a fingerprint was derived.
+        return is_same_call(found, row | {"fingerprint_version": found.fingerprint_version})
+
     def _add_verdict(
         self, connection: Connection | None, state: State | None, *, same_snapshot: bool
     ) -> None:
         """Add intents, marks and evidence, and then the fence of the files."""
         all_marks = self._marks(state, same_snapshot=same_snapshot)
-        marks = [call for call in all_marks if call not in self._held.marks]
+        marks = [call for call in all_marks if call not in self._held.failed]
         evidence = [
             (known[0], each) for known, each in self._evidence.items() if known not in self._held.conflicts
         ]
