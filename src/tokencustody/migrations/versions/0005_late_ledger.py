@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from alembic import context, op
 
 from tokencustody.errors import SchemaMismatchError
-from tokencustody.migrations import views_0004, views_0005, wording_0005
+from tokencustody.migrations import view_privileges, views_0004, views_0005, wording_0005
 
 revision = "0005_late_ledger"
 down_revision: str | None = "0004_audit"
@@ -95,9 +95,12 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     # To base, every table goes.
-    if context.get_revision_argument() is not None:
+    to_base = context.get_revision_argument() is None
+    if not to_base:
         _refuse_to_lose_rows()
     dialect = op.get_context().dialect.name
+    keeps = dialect == "postgresql" and not to_base
+    kept = view_privileges.keep(op.get_bind(), views_0005.changed()) if keeps else []
     # The older revision proves neither seals nor rows that cover more than it knows.
     op.execute("UPDATE snapshot_versions SET sealed_sha256 = NULL WHERE seal_version > 1")
     op.execute(
@@ -135,6 +138,8 @@ def downgrade() -> None:
         op.execute(views_0004.views(dialect)[name])
     if dialect == "postgresql":
         op.execute(views_0004.KEEP_DEFINITIONS)
+    if kept:
+        view_privileges.give_back(op.get_bind(), kept)
 
 
 def _refuse_to_lose_rows() -> None:
