@@ -229,10 +229,18 @@ def _odd_json(value: Any) -> str | None:
     return text
 
 
+_LONGEST_PLACE = 500
+
+
 def _place_of_lone_surrogate(message: Any) -> str:
     inside = [("", message)]
+    seen: set[int] = set()
     while inside:
         place, value = inside.pop()
+        # Python's objects may hold themselves, and many times the same one.
+        if isinstance(value, Mapping | list | tuple) and (id(value) in seen or len(place) > _LONGEST_PLACE):
+            continue
+        seen.add(id(value))
         if isinstance(value, str):
             try:
                 value.encode()

@@ -304,6 +304,15 @@ async def test_a_malformed_row_is_named_and_nothing_is_imported(
     assert not await store.lineage.has_rows("attempt-2")
 
 
+@pytest.mark.parametrize("row", ["text", [], None, 5, 1.5, iter(())], ids=lambda row: type(row).__name__)
+async def test_a_row_that_is_no_object_is_named_and_nothing_is_imported(
+    store: CaptureStore, row: Any
+) -> None:
+    with pytest.raises(InvalidRecordError, match=rf"rows\[0\]: .* not {type(row).__name__}"):
+        await store.lineage.import_rows("rollout-1", [row])
+    assert not await store.lineage.has_rows("rollout-1")
+
+
 @pytest.mark.parametrize(
     "change",
     [

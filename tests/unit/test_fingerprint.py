@@ -134,7 +134,8 @@ def test_spoken_turns_have_one_conversation_digest_in_every_dialect(turns: list[
     assert with_calls == conversation_digest(in_anthropic(turns))
 
 
-@given(text, text, text)
+# A message whose role is "tool" is a result itself, whatever blocks are in it.
+@given(text, text.filter(lambda role: role != "tool"), text)
 def test_a_tool_result_has_the_same_fields_in_every_dialect(call_id: str, role: str, output: str) -> None:
     for form, said in (
         ({"type": "function_call_output", "call_id": call_id, "output": output}, []),

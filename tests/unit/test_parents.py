@@ -1,6 +1,7 @@
 """What continues which call, held in memory. `tests/store/test_parents.py` asks both databases the same."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,6 +162,19 @@ def test_arguments_that_orjson_cannot_print_are_their_own_text(value: Any, canon
 
 
 LONE = "x\ud83d"
+
+
+@pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: {"in": value}], ids=["list", "object"])
+@pytest.mark.parametrize("kind", ["holds itself", "holds one object many times", "is nested deeply"])
+def test_a_lone_surrogate_is_looked_for_once_in_each_object(kind: str, wrap: Callable[[Any], Any]) -> None:
+    held: Any = wrap(None)
+    if kind == "holds itself":
+        held = [held, held]
+        held.append(wrap(held))
+    for _ in range({"holds itself": 0, "holds one object many times": 60, "is nested deeply": 20_000}[kind]):
+        held = wrap([held, held])
+    with pytest.raises(LoneSurrogateError, match=r"^request_items\[0\]\.call_id: "):
+        continuation_of([{"role": "tool", "name": held, "call_id": LONE, "tool_call_id": LONE}], [said("a")])
 
 
 @pytest.mark.parametrize(

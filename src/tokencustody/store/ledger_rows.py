@@ -67,6 +67,8 @@ def row_of_export(rollout_id: str, row: Mapping[str, Any]) -> tuple[Any, dict[st
 
     The hash is derived from the columns, whatever the row says of it. Raises InvalidRecordError.
     """
+    if not isinstance(row, Mapping):
+        raise InvalidRecordError(f"a row must be an object, not {type(row).__name__}")
     try:
         row = {_OTHER_NAMES.get(name, name): value for name, value in row.items()}
         source = check_rollout_id(row.get("rollout_id", rollout_id))
