@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -29,6 +32,8 @@ settings.register_profile("tokencustody", deadline=None, derandomize=True, max_e
 settings.load_profile("tokencustody")
 
 _SERVER = pytest.StashKey[Server]()
+# Those of the workers of this run.
+_servers: set[str | None] = set()
 
 # Runs in every mode, unless the run is limited to one.
 _IN_EVERY_MODE = "test_behaviour"
@@ -88,17 +93,22 @@ def _running_server(config: pytest.Config) -> Server:
     return config.stash[_SERVER]
 
 
-def pytest_report_collectionfinish(config: pytest.Config) -> str:
-    return _database_line(config)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a worker tell which server it had to the process that reports."""
+    if server := session.config.stash.get(_SERVER, None):
+        getattr(session.config, "workeroutput", {})["server"] = str(server)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Hear of a worker that has ended which server it had."""
+    _servers.add(getattr(node, "workeroutput", {}).get("server"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(_database_line(terminalreporter.config))
-
-
-def _database_line(config: pytest.Config) -> str:
-    server = config.stash.get(_SERVER, None)
-    return f"database: {server}" if server else "database: PostgreSQL was not started"
+    """Say which PostgreSQL was used."""
+    servers = {str(terminalreporter.config.stash.get(_SERVER, None)), *map(str, _servers)} - {"None"}
+    terminalreporter.write_line(f"database: {', '.join(sorted(servers)) or 'PostgreSQL was not started'}")
 
 
 @pytest.fixture(scope="session")
@@ -131,6 +141,17 @@ def postgres_url(postgres: Server, _migrated_template: str) -> Iterator[str]:
     """A new PostgreSQL database on the newest revision."""
     with databases.fresh(postgres, _migrated_template) as url:
         yield url
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder of the test's own, for what is durable on the disk that `TOKENCUSTODY_TEST_DISK` names."""
+    disk = os.environ.get("TOKENCUSTODY_TEST_DISK")
+    if disk is None or request.node.get_closest_marker("disk") is None:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="tokencustody-", dir=disk) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
