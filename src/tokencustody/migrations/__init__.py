@@ -23,4 +23,6 @@ def prepare() -> None:
     from alembic import command  # noqa: F401 - it is what runs them
     from alembic.script import ScriptDirectory
 
-    ScriptDirectory.from_config(configuration())
+    # Each revision imports modules of its own.
+    for _ in ScriptDirectory.from_config(configuration()).walk_revisions():
+        pass
