@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def configuration(output_buffer: io.StringIO | None = None) -> Config:
     return config
 
 
+@cache
 def prepare() -> None:
     """Import what running the revisions needs, so that nothing is imported on the way of the first call."""
     from alembic import command  # noqa: F401 - it is what runs them
