@@ -21,8 +21,8 @@ from sqlalchemy.dialects import postgresql
 from benchmarks.results import shares
 from benchmarks.stores import POSTGRESQL, RUN, WARM_UP, sqlite_path
 from benchmarks.timing import Stopwatch, settle
-from tokencustody.sql.engine import DEFAULT_POOL_SIZE
-from tokencustody.sql.tables import entries, fences
+from tokencustody.database.engine import DEFAULT_POOL_SIZE
+from tokencustody.schema.tables import entries, fences
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from benchmarks.results import percentile
 from benchmarks.stores import BARE, GYM, POSTGRESQL, STORES, Capture, Counters, native, opened
 from benchmarks.timing import Stopwatch, settle, write_all
 from benchmarks.workload import Bench, Workload
-from tokencustody.sql.codec import pack_entry, validated
+from tokencustody.codec.calls import pack_entry, validated
 
 
 class Put(Workload):

@@ -17,8 +17,8 @@ import nemo_gym.token_id_capture as gym
 from tests.support import databases
 from tests.support.postgres import Server, fetch
 from tokencustody import TokenEntry, open_store
-from tokencustody.sql import migrate, tables
-from tokencustody.sql.url import parse_url
+from tokencustody.database.url import parse_url
+from tokencustody.schema import migrate, tables
 
 GYM, SQLITE, POSTGRESQL = "Gym files", "SQLite", "PostgreSQL"
 DATABASES = (SQLITE, POSTGRESQL)

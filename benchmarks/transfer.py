@@ -33,12 +33,12 @@ from benchmarks.timing import in_new_process
 from tests.support import databases
 from tests.support.postgres import postgres_server
 from tokencustody import ParentResolutionStatus, TokenEntry, stamp_continuation, stamp_lineage
-from tokencustody.audit.export.parquet import require_pyarrow
+from tokencustody.database.transactions import Database
+from tokencustody.database.url import parse_url
+from tokencustody.export.parquet import require_pyarrow
 from tokencustody.records import compute_digest
-from tokencustody.sql import migrate
-from tokencustody.sql.tables import entries
-from tokencustody.sql.transactions import Database
-from tokencustody.sql.url import parse_url
+from tokencustody.schema import migrate
+from tokencustody.schema.tables import entries
 
 MOST_MEGABYTES = 300  # of any process
 _RUN = "transfer"

@@ -17,7 +17,7 @@ from typing import Any
 import asyncpg
 
 from campaigns.rules import Violation
-from tokencustody.sql.url import DatabaseUrl, parse_url
+from tokencustody.database.url import DatabaseUrl, parse_url
 
 _QUERIES = {
     "fences": "SELECT rollout_id, state, version, snapshot_id, incomplete FROM fences WHERE run = $1 ORDER BY 1",

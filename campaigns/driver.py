@@ -23,8 +23,8 @@ from campaigns.checker import Violation, audit, check
 from campaigns.history import HistoryWriter, Operation, Outcome, read_history
 from campaigns.report import Campaign, Summary
 from campaigns.setups import SETUPS, Setup
+from tokencustody.spill.marks import spilled_files
 from tokencustody.store.opening import open_store
-from tokencustody.store.spill import spilled_files
 
 RUN = "campaign"
 POINTS = ("before commit", "after commit, before acknowledgement", "inside a coalesced batch")

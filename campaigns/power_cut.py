@@ -33,9 +33,9 @@ from campaigns.history import HistoryWriter, Outcome, read_history
 from campaigns.options import positive
 from campaigns.servers import PostgresCluster
 from tokencustody import CaptureStore, ParentResolutionStatus, TokenEntry, open_store, stamp_lineage
+from tokencustody.database import postgresql
 from tokencustody.errors import CorruptEntryError, StoreUnavailableError
-from tokencustody.sql import postgresql
-from tokencustody.store import inserting
+from tokencustody.txn import inserting
 
 WRITERS = 2
 TASKS = 4

@@ -24,7 +24,7 @@ from urllib.parse import quote
 import asyncpg
 
 from campaigns.guard import cleaned_up
-from tokencustody.sql import migrate
+from tokencustody.schema import migrate
 
 USER = "tokencustody"
 _PATIENCE = 60.0

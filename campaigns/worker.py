@@ -34,9 +34,9 @@ from campaigns.workload import (
     record_id,
     staged_id,
 )
+from tokencustody.database.faults import FAULT_POINTS
+from tokencustody.database.stats import STATS, Kind
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.sql.faults import FAULT_POINTS
-from tokencustody.sql.stats import STATS, Kind
 from tokencustody.staging.records import staging_key
 from tokencustody.store.opening import CaptureStore, open_store
 

@@ -20,13 +20,13 @@ from hypothesis import settings
 
 from tests.support import databases
 from tests.support.postgres import NoPostgresError, Server, postgres_server
-from tokencustody.cli import waiting
-from tokencustody.sql import postgresql, registry
-from tokencustody.sql.coalescing import Coalesce
-from tokencustody.sql.faults import FAULT_POINTS
-from tokencustody.sql.transactions import Database
+from tokencustody.database import postgresql, registry
+from tokencustody.database.coalescing import Coalesce
+from tokencustody.database.faults import FAULT_POINTS
+from tokencustody.database.transactions import Database
 from tokencustody.store.base import DatabaseClient
 from tokencustody.store.staging import SqlStagingStore
+from tokencustody.terminal import waiting
 
 settings.register_profile("tokencustody", deadline=None, derandomize=True, max_examples=100, print_blob=True)
 settings.load_profile("tokencustody")
@@ -119,7 +119,7 @@ def postgres(pytestconfig: pytest.Config) -> Server:
 
 @pytest.fixture(scope="session")
 def _migrated_template(postgres: Server) -> Iterator[str]:
-    from tokencustody.sql import migrate
+    from tokencustody.schema import migrate
 
     name = databases.create(postgres, "template")
     try:

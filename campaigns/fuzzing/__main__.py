@@ -27,7 +27,7 @@ from campaigns.fuzzing.cases import Found, Summary, Target, run
 from campaigns.fuzzing.targets import GROUPS, groups
 from campaigns.options import positive
 from tests.support.postgres import postgres_server
-from tokencustody.sql import migrate
+from tokencustody.schema import migrate
 
 _NEEDS_POSTGRESQL = {"put", "rows"}
 

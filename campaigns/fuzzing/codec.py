@@ -17,11 +17,11 @@ from campaigns.fuzzing import corpus
 from campaigns.fuzzing.cases import Case, Target, Violation, attempt, end_of
 from campaigns.fuzzing.mutations import flipped, mutated
 from campaigns.fuzzing.values import hostile
+from tokencustody.codec.attachments import pack_attachments, unpack_attachment
+from tokencustody.codec.chains import unpack_calls, unpack_chain
+from tokencustody.codec.staged import unpack_call, unpack_extras, unpack_token_ids
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
-from tokencustody.sql.chains import unpack_calls, unpack_chain
-from tokencustody.sql.staged_codec import unpack_call, unpack_extras, unpack_token_ids
-from tokencustody.store.attachments import pack_attachments, unpack_attachment
 
 _ROLLOUTS = ("fuzz-a", "fuzz-b")
 _READ_ERRORS: tuple[type[Exception], ...] = (CorruptEntryError, LineageError)

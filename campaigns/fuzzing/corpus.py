@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from tokencustody.codec.calls import pack_entry, validated, without_prefix
+from tokencustody.codec.staged import CALL_COLUMNS, pack_call
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
 from tokencustody.lineage import stamp_continuation
 from tokencustody.records import (
@@ -18,8 +20,6 @@ from tokencustody.records import (
     compute_digest,
     stamp_lineage,
 )
-from tokencustody.sql.codec import pack_entry, validated, without_prefix
-from tokencustody.sql.staged_codec import CALL_COLUMNS, pack_call
 from tokencustody.staging.digest import compute_chain_hash, compute_extras_digest, hash_token_ids
 from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, StagedCallRecord
 

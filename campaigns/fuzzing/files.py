@@ -15,7 +15,7 @@ from pathlib import Path
 from campaigns.fuzzing.cases import NAMED, Case, Target, attempt
 from campaigns.fuzzing.mutations import flipped
 from campaigns.fuzzing.rows import Written
-from tokencustody.sql import migrate
+from tokencustody.schema import migrate
 from tokencustody.store import open_store
 
 _DEADLINE = 2.0

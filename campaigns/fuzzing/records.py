@@ -13,6 +13,9 @@ from pydantic import BaseModel
 from campaigns.fuzzing import corpus
 from campaigns.fuzzing.cases import OF_VALUES, Case, Target, Violation, attempt, end_of
 from campaigns.fuzzing.values import hostile, messages
+from tokencustody.codec.attachments import pack_attachments
+from tokencustody.codec.calls import differing_fields, pack_entry, unpack_entry, validated
+from tokencustody.codec.staged import pack_call, unpack_call, unpack_extras, validated_call
 from tokencustody.errors import InvalidRecordError, LineageError
 from tokencustody.fingerprint import assistant_fingerprint, canonicalize_tool_arguments, conversation_digest
 from tokencustody.lineage import RolloutLineage, stamp_continuation
@@ -24,10 +27,7 @@ from tokencustody.records import (
     stamp_lineage,
     strip_token_fields,
 )
-from tokencustody.sql.codec import differing_fields, pack_entry, unpack_entry, validated
-from tokencustody.sql.staged_codec import pack_call, unpack_call, unpack_extras, validated_call
 from tokencustody.staging import digest, rebuild, records, routes, terminal
-from tokencustody.store.attachments import pack_attachments
 
 _MODELS: tuple[type[BaseModel], ...] = (
     records.GenerationCutContinuation,

@@ -16,8 +16,8 @@ from campaigns.fuzzing.cases import NAMED, Case, Violation, check_message
 from campaigns.fuzzing.mutations import mutated
 from campaigns.fuzzing.records import damaged_entry
 from campaigns.fuzzing.values import hostile, messages
-from tokencustody.audit import RolloutReader
-from tokencustody.sql import tables
+from tokencustody.overview.reading import RolloutReader
+from tokencustody.schema import tables
 from tokencustody.store import CaptureStore, open_store
 
 ROLLOUT = "fuzz"

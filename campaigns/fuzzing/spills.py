@@ -13,12 +13,12 @@ from pathlib import Path
 
 from campaigns.fuzzing.cases import Case, Target, Violation, attempt
 from campaigns.fuzzing.mutations import mutated
+from tokencustody.database.url import parse_url
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.sql.url import parse_url
+from tokencustody.spill.marks import Mark, Spill, spilled_files
+from tokencustody.spill.replaying import replay
 from tokencustody.store import open_store
-from tokencustody.store.fence import RolloutKey, Stamp
-from tokencustody.store.replaying import replay
-from tokencustody.store.spill import Mark, Spill, spilled_files
+from tokencustody.txn.fence import RolloutKey, Stamp
 
 
 def _marks(number: int) -> list[Mark]:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.audit.audited import RUN, fill
 from tests.support.archive import archived, python
+from tests.support.audited import RUN, fill
 from tests.support.machine import needs_linux
-from tokencustody.sql import migrate
+from tokencustody.schema import migrate
 
 READING = [
     ["runs"],

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 
 from tokencustody.cli import main
-from tokencustody.sql import migrate
-from tokencustody.sql.tables import FenceState
-from tokencustody.sql.url import parse_url
+from tokencustody.database.url import parse_url
+from tokencustody.schema import migrate
+from tokencustody.schema.tables import FenceState
 
 # The package has the command of the same name.
-rollouts = importlib.import_module("tokencustody.cli.rollouts")
+rollouts = importlib.import_module("tokencustody.overview.command")
 
 Failing = Callable[..., str]
 COMMANDS = [["rollouts"], ["show", "rollout-1"]]

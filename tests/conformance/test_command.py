@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from tokencustody.cli import app
 from tokencustody.conformance import registered_checks
+from tokencustody.database.url import parse_url
 from tokencustody.errors import SchemaMismatchError
-from tokencustody.sql import tables
-from tokencustody.sql.migrate import in_transaction
-from tokencustody.sql.url import parse_url
+from tokencustody.schema import tables
+from tokencustody.schema.migrate import in_transaction
 from tokencustody.store import SqlTokenSource
 
 COMMAND = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tokencustody.conformance import CheckStatus, ConformanceReport, check_conformance, registered_checks
-from tokencustody.sql.coalescing import Coalesce
+from tokencustody.database.coalescing import Coalesce
 from tokencustody.store import SqlLineageStore, SqlStagingStore, SqlTokenSink, SqlTokenSource
 
 # What calls that share a transaction could spoil for one another.

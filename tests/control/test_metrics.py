@@ -9,8 +9,8 @@ from tests.control.serving import AUTH, RETIRE, TOKEN, serving
 from tests.support.ledger import make_commit
 from tokencustody.control import make_control_app
 from tokencustody.control.metrics import CONTENT_TYPE, render_metrics
-from tokencustody.sql.faults import Cause
-from tokencustody.sql.stats import STATS, Kind
+from tokencustody.database.faults import Cause
+from tokencustody.database.stats import STATS, Kind
 from tokencustody.store import SqlLineageStore
 
 

@@ -22,12 +22,12 @@ from tests.control.serving import AUTH, RETIRE, TOKEN, RememberingLedger, manife
 from tests.support.ledger import make_commit
 from tokencustody.cli import main
 from tokencustody.control import RolloutControlClient, make_control_app, server
-from tokencustody.sql import migrate
-from tokencustody.sql.url import parse_url
+from tokencustody.database.url import parse_url
+from tokencustody.schema import migrate
 from tokencustody.store import SqlLineageStore
 
 # The package has the command of the same name.
-serve = importlib.import_module("tokencustody.cli.serve")
+serve = importlib.import_module("tokencustody.control.command")
 
 VARIABLE = "TRAINER_TOKEN"
 Failing = Callable[..., str]

@@ -25,12 +25,12 @@ from tests.support.entries import REQUEST, continuation, make_entry
 from tests.support.ledger import make_commit
 from tests.support.staged import stage
 from tokencustody import CaptureStore, SqlStagingStore, TokenCaptureRetiredError, open_store
+from tokencustody.database.coalescing import Coalesce
+from tokencustody.database.faults import FAULT_POINTS
+from tokencustody.database.registry import open_engines
+from tokencustody.database.url import parse_url
 from tokencustody.errors import PayloadConflictError
-from tokencustody.sql import migrate, tables
-from tokencustody.sql.coalescing import Coalesce
-from tokencustody.sql.faults import FAULT_POINTS
-from tokencustody.sql.registry import open_engines
-from tokencustody.sql.url import parse_url
+from tokencustody.schema import migrate, tables
 from tokencustody.staging.records import StageResult
 
 Points = dict[str, Callable[[], Awaitable[None]]]

@@ -7,13 +7,13 @@ from sqlalchemy import Table
 
 from campaigns.audit import RULES
 from campaigns.checker import audit
-from tests.store.rows import run_sql
 from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
+from tests.support.rows import run_sql
 from tests.support.staged import stage
 from tokencustody import CaptureStore, TokenCaptureFrozenError, open_store
 from tokencustody.errors import PayloadConflictError
-from tokencustody.sql.tables import metadata
+from tokencustody.schema.tables import metadata
 
 RUN = "run-1"
 

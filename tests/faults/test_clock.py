@@ -12,13 +12,13 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from tests.store.rows import rows_of
 from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
 from tests.support.machine import needs_program
+from tests.support.rows import rows_of
 from tokencustody import TokenCaptureFrozenError, open_store
-from tokencustody.sql import tables
-from tokencustody.sql.faults import FAULT_POINTS
+from tokencustody.database.faults import FAULT_POINTS
+from tokencustody.schema import tables
 from tokencustody.store import base, ledger, removal, sink, source, staging
 
 Points = dict[str, Callable[[], Awaitable[None]]]

@@ -11,13 +11,14 @@ from sqlalchemy import Table, text
 
 from campaigns.bouncer import PgBouncer
 from campaigns.servers import PostgresCluster
-from tests.store.rows import rows_of
 from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
 from tests.support.machine import needs_program
+from tests.support.rows import rows_of
 from tokencustody import CaptureStore, open_store
+from tokencustody.database import postgresql
 from tokencustody.errors import DurabilityError
-from tokencustody.sql import postgresql, tables
+from tokencustody.schema import tables
 
 SHOW = text("SHOW synchronous_commit")
 

@@ -10,9 +10,9 @@ import pytest
 from campaigns.servers import USER, PostgresCluster, PostgresStandby
 from tests.support.entries import make_entry
 from tokencustody import CaptureStore, open_store
+from tokencustody.database.standby import synchronous_standbys
+from tokencustody.database.url import parse_url
 from tokencustody.errors import DurabilityError, StoreUnavailableError, TokenCaptureFrozenError
-from tokencustody.sql.standby import synchronous_standbys
-from tokencustody.sql.url import parse_url
 
 DEADLINE = 30.0
 

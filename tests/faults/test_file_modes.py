@@ -14,7 +14,7 @@ from tests.support.entries import make_entry
 from tests.support.staged import stage
 from tokencustody import SqlStagingStore, SqlTokenSource, open_store
 from tokencustody.errors import CorruptEntryError, StoreUnavailableError
-from tokencustody.sql import migrate
+from tokencustody.schema import migrate
 
 FILES = ("captures.db", "captures.db-shm", "captures.db-wal")
 

@@ -13,7 +13,7 @@ from tests.faults.methods import METHODS, Method, right_answer
 from tests.support.entries import make_entry
 from tests.support.staged import stage
 from tokencustody import SqlStagingStore, open_store
-from tokencustody.sql import connecting, postgresql
+from tokencustody.database import connecting, postgresql
 
 # What a pooler says before it closes the connection of a client, which may not have seen the end yet.
 _FAREWELL_FIELDS = b"SFATAL\0VFATAL\0C08P01\0Mserver conn crashed?\0\0"

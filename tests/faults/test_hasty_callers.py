@@ -14,8 +14,8 @@ from campaigns.relay import ChaosRelay
 from tests.faults.test_cancellation import Stepped, cancelled_at
 from tests.support.entries import make_entry
 from tokencustody import CaptureStore, open_store
-from tokencustody.sql import migrate
-from tokencustody.sql.url import parse_url
+from tokencustody.database.url import parse_url
+from tokencustody.schema import migrate
 
 Operation = Callable[[CaptureStore], Coroutine[Any, Any, object]]
 CALLS: dict[str, Operation] = {

@@ -14,14 +14,14 @@ import pytest
 from tests.support.entries import make_entry
 from tests.support.staged import stage
 from tokencustody import CaptureStore, SqlStagingStore, SqlTokenSink, open_store
+from tokencustody.database.faults import FAULT_POINTS
+from tokencustody.database.registry import open_engines
+from tokencustody.database.transactions import Database
+from tokencustody.database.url import parse_url
 from tokencustody.errors import StoreClosedError
-from tokencustody.sql import migrate
-from tokencustody.sql.faults import FAULT_POINTS
-from tokencustody.sql.registry import open_engines
-from tokencustody.sql.transactions import Database
-from tokencustody.sql.url import parse_url
-from tokencustody.store.replaying import Replayer
-from tokencustody.store.spill import Spill
+from tokencustody.schema import migrate
+from tokencustody.spill.marks import Spill
+from tokencustody.spill.replaying import Replayer
 
 Points = dict[str, Callable[[], Awaitable[None]]]
 THREADS = 8

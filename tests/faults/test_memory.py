@@ -17,13 +17,13 @@ from sqlalchemy import insert
 from tests.support.entries import REQUEST, make_entry
 from tests.support.machine import needs_linux
 from tokencustody import TokenEntry, open_store
-from tokencustody.sql.codec import pack_entry, validated
-from tokencustody.sql.id_columns import PackedIds
-from tokencustody.sql.tables import entries
+from tokencustody.codec.calls import pack_entry, validated
+from tokencustody.codec.id_columns import PackedIds
+from tokencustody.schema.tables import entries
 from tokencustody.store.base import now
-from tokencustody.store.fence import RolloutKey, Stamp
-from tokencustody.store.putting import Put
-from tokencustody.store.sequences import KnownSequence
+from tokencustody.txn.fence import RolloutKey, Stamp
+from tokencustody.txn.putting import Put
+from tokencustody.txn.sequences import KnownSequence
 
 CALLS = 10_000
 # Beside the snapshot: what Python may hold, and what the process may hold with the packed rows.

@@ -16,9 +16,9 @@ from tests.store.test_staging_concurrency import in_a_fork
 from tests.support.entries import make_entry
 from tests.support.staged import stage
 from tokencustody import CaptureStore, SqlStagingStore, SqlTokenSink, open_store
+from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.sql.faults import FAULT_POINTS
-from tokencustody.store.replaying import Replayer
+from tokencustody.spill.replaying import Replayer
 
 FILES = ("captures.db", "captures.db-wal", "captures.db-shm")
 GONE = "was opened was deleted, moved away, emptied or replaced"

@@ -10,12 +10,12 @@ import pytest
 from campaigns.relay import ChaosRelay, Cut, Request
 from tests.faults.conftest import relay_before
 from tests.faults.methods import METHODS, Method, right_answer
-from tests.store.rows import rows_of
 from tests.support.entries import make_entry
+from tests.support.rows import rows_of
 from tokencustody import CaptureStore, open_store
+from tokencustody.database.registry import open_engines
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.sql import tables
-from tokencustody.sql.registry import open_engines
+from tokencustody.schema import tables
 
 DEADLINE = 3.0
 EACH_METHOD = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

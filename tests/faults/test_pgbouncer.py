@@ -15,12 +15,13 @@ from tests.support.entries import make_entry
 from tests.support.machine import needs_program
 from tests.support.staged import stage
 from tokencustody import SqlStagingStore, open_store
-from tokencustody.audit import RolloutFilter, verify
-from tokencustody.audit.queries import open_queries
+from tokencustody.database.connecting import connect
+from tokencustody.database.url import parse_url
 from tokencustody.errors import TokenCaptureFrozenError
-from tokencustody.sql import migrate
-from tokencustody.sql.connecting import connect
-from tokencustody.sql.url import parse_url
+from tokencustody.schema import migrate
+from tokencustody.sql_prompt.queries import open_queries
+from tokencustody.txn.selection import RolloutFilter
+from tokencustody.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from campaigns.disks import PowerDisk
 from campaigns.servers import free_port
 from tests.support.machine import needs_mounts
 from tokencustody import open_store
-from tokencustody.sql import migrate
-from tokencustody.store.spill import spilled_files
+from tokencustody.schema import migrate
+from tokencustody.spill.marks import spilled_files
 
 ROOT = Path(__file__).resolve().parents[2]
 

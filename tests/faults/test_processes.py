@@ -16,16 +16,16 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from tests.database.test_transactions import put_in_a_spawned_process
 from tests.faults.test_loops import LoopThread
-from tests.store.rows import rows_of
 from tests.store.test_staging_concurrency import in_a_fork
-from tests.store.test_transactions import put_in_a_spawned_process
 from tests.support.entries import make_entry
+from tests.support.rows import rows_of
 from tokencustody import CaptureStore, SqlTokenSink, open_store
+from tokencustody.database import portal, registry, sqlite
+from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.sql import migrate, registry, sqlite, tables
-from tokencustody.sql.faults import FAULT_POINTS
-from tokencustody.store import portal
+from tokencustody.schema import migrate, tables
 
 Points = dict[str, Callable[[], Awaitable[None]]]
 

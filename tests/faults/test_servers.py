@@ -16,7 +16,7 @@ from campaigns.servers import PostgresCluster
 from tests.support.entries import make_entry
 from tests.support.machine import needs_mounts
 from tokencustody import open_store
-from tokencustody.sql.registry import open_engines
+from tokencustody.database.registry import open_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 

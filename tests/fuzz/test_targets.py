@@ -20,10 +20,10 @@ from campaigns.fuzzing import codec, commands, files, records, rows, spills
 from campaigns.fuzzing.cases import Summary, Target, Violation, attempt, bounded, run
 from campaigns.fuzzing.values import nested
 from tests.support.entries import make_entry
+from tokencustody.codec.calls import pack_entry, read_call
+from tokencustody.codec.exact_json import encode_json
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
-from tokencustody.sql import migrate
-from tokencustody.sql.codec import pack_entry, read_call
-from tokencustody.sql.exact_json import encode_json
+from tokencustody.schema import migrate
 
 _PURE = {target.name: target for target in (*codec.TARGETS, *records.TARGETS)}
 

@@ -12,7 +12,7 @@ from nemo_gym import token_id_capture as gym
 
 from tests.support.conversations import CTX, DIALECTS, UNHASHED_BY_VERSION_2, Asked, Call, said, user
 from tokencustody import CaptureStore, RolloutLineage, TokenEntry, open_store
-from tokencustody.audit import ExportOptions, export
+from tokencustody.export import ExportOptions, export
 
 RUN = "run-1"
 ASKED = [*UNHASHED_BY_VERSION_2, *DIALECTS]

@@ -23,8 +23,8 @@ from tests.interop.test_nemo_gym_capture import comparable, serve_rollout
 from tests.support.entries import REQUEST, continuation
 from tests.support.ledger import make_commit
 from tokencustody import open_store
-from tokencustody.audit import ExportOptions, export
-from tokencustody.audit.gym_import import GymImporter, ImportReport, Outcome
+from tokencustody.export import ExportOptions, export
+from tokencustody.gym_import import GymImporter, ImportReport, Outcome
 from tokencustody.integrations.nemo_gym import SqlLineageStore, SqlTokenSource
 
 RUN = "imported"
@@ -294,8 +294,8 @@ async def test_a_file_that_a_process_of_gym_is_writing_is_waited_for(
 ) -> None:
     import fcntl
 
-    from tokencustody.audit.gym_import import files
     from tokencustody.errors import StoreUnavailableError
+    from tokencustody.gym_import import files
 
     await gym_files.put(random_entry(random.Random(1), "rollout-1", 0, None))
     monkeypatch.setattr(files, "_PATIENCE", 0.0)

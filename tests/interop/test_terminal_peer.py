@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from nemo_gym.token_id_capture.staging import records as peer_records
 from nemo_gym.token_id_capture.terminal import resolve_terminal
 
+from tests.staging.test_terminal import calls_tool, conversation, manifest_of, says, spoken, tool_says
 from tests.support.staged import Staged, stage
-from tests.unit.staging.test_terminal import calls_tool, conversation, manifest_of, says, spoken, tool_says
 from tokencustody.staging.terminal import assemble_receipt
 
 

@@ -26,7 +26,7 @@ from tests.control.serving import (
     serving,
 )
 from tokencustody.control import connections, make_control_app, routes
-from tokencustody.sql.stats import none_counted
+from tokencustody.database.stats import none_counted
 
 BEARER = f"Authorization: Bearer {TOKEN}\r\n".encode()
 # What a person would call for ever; the time-outs under test are far below.

@@ -14,7 +14,7 @@ from tests.security.serving import serve_process
 from tests.support import databases
 from tests.support.postgres import Server
 from tokencustody.control.openapi import control_openapi
-from tokencustody.sql import migrate
+from tokencustody.schema import migrate
 
 schema = schemathesis.openapi.from_dict(control_openapi())
 

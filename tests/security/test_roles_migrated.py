@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.security.secured import Secured, secured_database
+from tests.roles.secured import Secured, secured_database
 from tests.support.postgres import Server, fetch
-from tokencustody.sql import migrate
-from tokencustody.sql.granting import grant, roles
-from tokencustody.sql.roles import Role, identifier
+from tokencustody.roles.granting import grant, roles
+from tokencustody.roles.roles import Role, identifier
+from tokencustody.schema import migrate
 
 BEFORE = "0004_audit"
 _HELD = """

@@ -24,10 +24,10 @@ from tokencustody.cli import app as command_line
 from tokencustody.control import RolloutControlClient, make_control_app
 from tokencustody.control.openapi import control_openapi
 from tokencustody.control.token import BearerToken
+from tokencustody.database.stats import none_counted
+from tokencustody.database.url import parse_url
 from tokencustody.errors import InvalidRecordError, SchemaMismatchError, StoreUnavailableError
-from tokencustody.sql import migrate
-from tokencustody.sql.stats import none_counted
-from tokencustody.sql.url import parse_url
+from tokencustody.schema import migrate
 from tokencustody.store import SqlLineageStore, SqlStagingStore, SqlTokenSink, SqlTokenSource, open_store
 
 PASSWORDS = {
@@ -239,7 +239,7 @@ def test_no_command_shows_the_password_when_it_fails_or_when_it_crashes(
     monkeypatch.setenv("TOKENCUSTODY_URL", "postgresql://me:s3cret@127.0.0.1:1/x?connect_timeout=1")
     monkeypatch.setattr(sys, "argv", ["tokencustody", *command.split()])
     # The package has the command of the same name.
-    monkeypatch.setattr(importlib.import_module("tokencustody.cli.rollouts"), "DEADLINE", 0.05)
+    monkeypatch.setattr(importlib.import_module("tokencustody.overview.command"), "DEADLINE", 0.05)
     with pytest.raises(SystemExit) as exited:
         main()
     out, err = capsys.readouterr()

@@ -15,10 +15,10 @@ from tests.security.leaks import forms_of, said_by
 from tests.support.entries import make_entry
 from tests.support.postgres import fetch
 from tests.support.staged import stage
+from tokencustody.database.coalescing import Coalesce
+from tokencustody.database.url import parse_url
 from tokencustody.errors import PayloadConflictError, TokenCaptureFrozenError
 from tokencustody.records import TokenEntry
-from tokencustody.sql.coalescing import Coalesce
-from tokencustody.sql.url import parse_url
 from tokencustody.staging.records import StagedCallSnapshot
 from tokencustody.store import SqlStagingStore, open_store
 

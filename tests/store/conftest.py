@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tokencustody.sql.faults import FAULT_POINTS
+from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.store import CaptureStore, open_store
 
 

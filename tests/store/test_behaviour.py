@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.store.rows import rows_of
 from tests.support.entries import make_entry
+from tests.support.rows import rows_of
 from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenCaptureRetiredError, open_store
 from tokencustody.errors import InvalidRecordError, PayloadConflictError
-from tokencustody.sql import tables
+from tokencustody.schema import tables
 
 Operation = Callable[[CaptureStore], Awaitable[object]]
 

@@ -10,21 +10,23 @@ from typing import Any
 
 import pytest
 
-from tests.audit.audited import ask
-from tests.store.rows import rows_of, run_sql
-from tests.store.test_transactions import Points, connection_lost, failing
+from tests.database.test_transactions import Points, connection_lost, failing
+from tests.support.audited import ask
 from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
+from tests.support.rows import rows_of, run_sql
 from tests.support.staged import stage
 from tokencustody import TokenCaptureSnapshot, open_store
-from tokencustody.audit import ExportOptions, RolloutFilter, export, verify
-from tokencustody.audit.retention import Retention, Settled
 from tokencustody.errors import CorruptEntryError, PayloadConflictError, StagedCallMissingError
-from tokencustody.sql import tables
+from tokencustody.export import ExportOptions, export
+from tokencustody.retention.retention import Retention, Settled
+from tokencustody.schema import tables
 from tokencustody.staging.records import StagedCallRecord
 from tokencustody.store import CaptureStore
 from tokencustody.store.base import now
-from tokencustody.store.seal import Held, seal_of
+from tokencustody.txn.seal import Held, seal_of
+from tokencustody.txn.selection import RolloutFilter
+from tokencustody.verify import verify
 
 Write = Callable[[CaptureStore], Awaitable[None]]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.store.rows import rows_of, run_sql
-from tests.store.test_transactions import Points, connection_lost, failing
+from tests.database.test_transactions import Points, connection_lost, failing
 from tests.support.entries import REQUEST, continuation, make_entry
 from tests.support.ledger import make_commit
+from tests.support.rows import rows_of, run_sql
 from tokencustody import CaptureStore, TokenCaptureRetiredError, open_store
 from tokencustody.errors import (
     CorruptEntryError,
@@ -21,9 +21,9 @@ from tokencustody.errors import (
     RolloutRetiredError,
 )
 from tokencustody.protocols import CaptureLedger
-from tokencustody.sql import tables
+from tokencustody.schema import tables
 from tokencustody.staging.records import RolloutManifest
-from tokencustody.store.ledger_rows import flat
+from tokencustody.txn.ledger_rows import flat
 
 NEXT = continuation(REQUEST, "Paris.", "And of Spain?")
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.store.rows import rows_of
 from tests.support.entries import make_entry
+from tests.support.rows import rows_of
 from tests.support.staged import stage
 from tokencustody import CaptureStore, open_store
+from tokencustody.codec.calls import pack_entry
+from tokencustody.codec.staged import pack_call
 from tokencustody.errors import EntryTooLargeError, InvalidRecordError
-from tokencustody.sql import migrate, tables
-from tokencustody.sql.codec import pack_entry
-from tokencustody.sql.staged_codec import pack_call
+from tokencustody.schema import migrate, tables
 from tokencustody.store.staging import SqlStagingStore
 
 MIB = 2**20

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.store.rows import run_sql
 from tests.support.entries import REQUEST, continuation, make_entry
+from tests.support.rows import run_sql
 from tokencustody import CaptureStore, TokenEntry, compute_digest, open_store, stamp_continuation
 from tokencustody.errors import CorruptEntryError, InvalidRecordError, LineageError, PayloadConflictError
 

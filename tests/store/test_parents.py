@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.audit.gym_folders import import_folder, line_of, write_rollout
+from tests.gym_import.gym_folders import import_folder, line_of, write_rollout
 from tests.support.conversations import SCENARIOS, Asked, Call, said, user
 from tests.support.ledger import make_commit
 from tokencustody import CaptureStore, TokenEntry, request_items, stamp_lineage
-from tokencustody.audit import ExportOptions, export
 from tokencustody.errors import PayloadConflictError
+from tokencustody.export import ExportOptions, export
 
 CTX = [user("u")]
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.store.rows import rows_of
 from tests.support.entries import make_entry
+from tests.support.rows import rows_of
 from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenCaptureRetiredError, open_store
+from tokencustody.database.coalescing import Coalesce
 from tokencustody.errors import PayloadConflictError
-from tokencustody.sql import tables
-from tokencustody.sql.coalescing import Coalesce
+from tokencustody.schema import tables
 
 pytestmark = pytest.mark.race
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-from tests.store.rows import rows_of, run_sql
-from tests.store.test_transactions import Points, connection_lost, failing, serialization_failure
+from tests.database.test_transactions import Points, connection_lost, failing, serialization_failure
 from tests.support.ledger import make_commit
+from tests.support.rows import rows_of, run_sql
 from tests.support.staged import family, stage
 from tokencustody import AttachedBuffer, CaptureStore, SqlStagingStore
+from tokencustody.database.url import parse_url
 from tokencustody.errors import (
     CorruptEntryError,
     InvalidRecordError,
@@ -26,8 +27,7 @@ from tokencustody.errors import (
     StoreClosedError,
     StoreUnavailableError,
 )
-from tokencustody.sql import tables
-from tokencustody.sql.url import parse_url
+from tokencustody.schema import tables
 from tokencustody.staging.protocols import StagingSink, StagingSource
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult
 from tokencustody.store import staging as staging_module

@@ -16,13 +16,13 @@ from functools import partial
 
 import pytest
 
-from tests.store.rows import rows_of
-from tests.store.test_transactions import Points
+from tests.database.test_transactions import Points
+from tests.support.rows import rows_of
 from tests.support.staged import stage
 from tokencustody import SqlStagingStore
+from tokencustody.database.registry import open_engines
 from tokencustody.errors import StoreClosedError
-from tokencustody.sql import tables
-from tokencustody.sql.registry import open_engines
+from tokencustody.schema import tables
 from tokencustody.staging.records import StageResult
 
 THREADS = 16

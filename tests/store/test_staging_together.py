@@ -12,13 +12,13 @@ from functools import partial
 
 import pytest
 
-from tests.store.rows import rows_of, run_sql
-from tests.store.test_transactions import Points, connection_lost, failing, serialization_failure
+from tests.database.test_transactions import Points, connection_lost, failing, serialization_failure
+from tests.support.rows import rows_of, run_sql
 from tests.support.staged import stage
 from tokencustody import SqlStagingStore
-from tokencustody.sql import tables
-from tokencustody.sql.coalescing import Coalesce, Gatherer
-from tokencustody.sql.registry import open_engines
+from tokencustody.database.coalescing import Coalesce, Gatherer
+from tokencustody.database.registry import open_engines
+from tokencustody.schema import tables
 from tokencustody.staging.records import StagedCallRecord, StageResult
 from tokencustody.store.base import now
 

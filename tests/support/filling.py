@@ -17,8 +17,8 @@ from contextlib import closing
 
 import asyncpg
 
-from tokencustody.sql import migrate
-from tokencustody.sql.url import parse_url
+from tokencustody.database.url import parse_url
+from tokencustody.schema import migrate
 
 CALLS_PER_ROLLOUT = 10
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sqlalchemy import Connection
 
-from tokencustody.sql.tables import FailureKind, VersionEvent
+from tokencustody.schema.tables import FailureKind, VersionEvent
 from tokencustody.store import CaptureStore
 from tokencustody.store.base import now
-from tokencustody.store.fence import RolloutKey, Stamp, fail_txn, lock_fence_txn
+from tokencustody.txn.fence import RolloutKey, Stamp, fail_txn, lock_fence_txn
 
 
 async def refuse_with_another_code(store: CaptureStore, rollout: str, call: str) -> None:

@@ -10,24 +10,24 @@ from typing import Annotated
 
 import typer
 
-from tokencustody.cli.backup import backup
-from tokencustody.cli.conformance import conformance
-from tokencustody.cli.copy import copy
-from tokencustody.cli.db import db
-from tokencustody.cli.demo import demo
-from tokencustody.cli.export import export
-from tokencustody.cli.imports import import_
-from tokencustody.cli.output import OutputError, checked_output
-from tokencustody.cli.printing import print_error
-from tokencustody.cli.retention import delete, gc, retire
-from tokencustody.cli.roles import grant, revoke, roles
-from tokencustody.cli.rollouts import rollouts, show
-from tokencustody.cli.runs import runs
-from tokencustody.cli.serve import serve
-from tokencustody.cli.spill import spill
-from tokencustody.cli.sql import sql
-from tokencustody.cli.verify import verify
-from tokencustody.cli.waiting import told
+from tokencustody.backup.command import backup
+from tokencustody.conformance.command import conformance
+from tokencustody.control.command import serve
+from tokencustody.copying.command import copy
+from tokencustody.demo.command import demo
+from tokencustody.export.command import export
+from tokencustody.gym_import.command import import_
+from tokencustody.overview.command import rollouts, show
+from tokencustody.overview.runs_command import runs
+from tokencustody.retention.command import delete, gc, retire
+from tokencustody.roles.command import grant, revoke, roles
+from tokencustody.schema.command import db
+from tokencustody.spill.command import spill
+from tokencustody.sql_prompt.command import sql
+from tokencustody.terminal.output import OutputError, checked_output
+from tokencustody.terminal.printing import print_error
+from tokencustody.terminal.waiting import told
+from tokencustody.verify.command import verify
 
 app = typer.Typer(
     name="tokencustody",
@@ -89,7 +89,8 @@ def main() -> None:
 def is_expected(exc: Exception) -> bool:
     """Return whether a person can do something about it; anything else is a fault of ours and keeps its traceback."""
     from tokencustody import errors
-    from tokencustody.audit import ExportError, RolloutNotFoundError
+    from tokencustody.export import ExportError
+    from tokencustody.overview.reading import RolloutNotFoundError
 
     return isinstance(
         exc,

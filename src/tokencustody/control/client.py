@@ -18,8 +18,8 @@ from tokencustody.control.errors import (
 )
 from tokencustody.control.wire import CONTROL_ROUTE_PREFIX, MAX_ROLLOUTS_PER_REQUEST, check_auth_token
 from tokencustody.errors import InvalidRecordError, RolloutRetiredError, StoreUnavailableError
+from tokencustody.ids import check_batch, check_rollout_id
 from tokencustody.staging.records import RolloutManifest, RolloutRemoval
-from tokencustody.store.ids import check_batch, check_rollout_id
 
 DEFAULT_TIMEOUT = 60.0
 # A ledger removes rollout by rollout, each durably, so the answer to a large batch takes its time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokencustody.sql.stats import STATS, Kind, Stat
+from tokencustody.database.stats import STATS, Kind, Stat
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

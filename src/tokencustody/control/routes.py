@@ -28,8 +28,8 @@ from tokencustody.errors import (
     SchemaMismatchError,
     StoreClosedError,
 )
+from tokencustody.ids import check_batch, check_rollout_id
 from tokencustody.protocols import CaptureLedger, RolloutRemovalPayload
-from tokencustody.store.ids import check_batch, check_rollout_id
 
 LOGGER = logging.getLogger(__name__)
 

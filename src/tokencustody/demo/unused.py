@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-from tokencustody.audit import RolloutFilter, RolloutReader
 from tokencustody.errors import RolloutRetiredError
+from tokencustody.overview.reading import RolloutReader
 from tokencustody.store import SqlLineageStore
+from tokencustody.txn.selection import RolloutFilter
 
 DEADLINE = 10.0
 

@@ -29,10 +29,10 @@ from pydantic import ValidationError
 
 from tokencustody import errors, records, store
 from tokencustody import protocols as protocols_of_ours
-from tokencustody.sql.codec import construct, first_problem
+from tokencustody.codec.calls import construct, first_problem
+from tokencustody.database.portal import BackgroundLoop
 from tokencustody.staging import records as staging_records
-from tokencustody.store.ledger_rows import flat
-from tokencustody.store.portal import BackgroundLoop
+from tokencustody.txn.ledger_rows import flat
 
 try:
     from nemo_gym.token_id_capture import (

@@ -1,6 +1,6 @@
 """The capture store: one file per protocol."""
 
-from tokencustody.store.attachments import AttachedBuffer
+from tokencustody.codec.attachments import AttachedBuffer
 from tokencustody.store.ledger import SqlLineageStore
 from tokencustody.store.opening import CaptureStore, open_store
 from tokencustody.store.sink import SqlTokenSink

@@ -7,16 +7,16 @@ import socket
 from datetime import UTC, datetime
 from typing import Self, TypedDict
 
+from tokencustody.database.coalescing import Coalesce
+from tokencustody.database.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, Result, Work
+from tokencustody.database.transactions import Database
+from tokencustody.database.url import parse_url
 from tokencustody.errors import EntryTooLargeError, InvalidRecordError
-from tokencustody.sql.coalescing import Coalesce
-from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, Result, Work
-from tokencustody.sql.transactions import Database
-from tokencustody.sql.url import parse_url
-from tokencustody.store.fence import RolloutKey
-from tokencustody.store.ids import check_call_id, check_rollout_id
-from tokencustody.store.replaying import Replayer, write_after_marks
-from tokencustody.store.spill import Spill
-from tokencustody.store.spill_files import spill_root
+from tokencustody.ids import check_call_id, check_rollout_id
+from tokencustody.spill.files import spill_root
+from tokencustody.spill.marks import Spill
+from tokencustody.spill.replaying import Replayer, write_after_marks
+from tokencustody.txn.fence import RolloutKey
 
 DEFAULT_MAX_ENTRY_BYTES = 256 * 2**20
 # What every database can hold in one value, with room for what stands beside it in the same message.
@@ -83,7 +83,7 @@ class DatabaseClient:
         return self._writer or f"{socket.gethostname()}:{os.getpid()}"
 
     def stats(self) -> dict[str, int]:
-        """Return what the stores on this database did in this process, by the names of `tokencustody.sql.stats`."""
+        """Return what the stores on this database did in this process, by the names of `tokencustody.database.stats`."""
         return self._database.stats()
 
     def _check_size(self, size: int, rollout_id: str, model_call_id: str) -> None:

@@ -9,20 +9,22 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, func, insert, select, union_all
 
+from tokencustody.codec.calls import where
+from tokencustody.codec.row_hash import HASH_COLUMN, is_proven, row_sha256
 from tokencustody.errors import (
     CorruptEntryError,
     InvalidRecordError,
     PayloadConflictError,
     RolloutRetiredError,
 )
-from tokencustody.sql.codec import where
-from tokencustody.sql.row_hash import HASH_COLUMN, is_proven, row_sha256
-from tokencustody.sql.tables import FenceState, fences, ledger_calls, ledger_failures
+from tokencustody.ids import check_call_id, check_rollout_id, check_text
+from tokencustody.schema.tables import FenceState, fences, ledger_calls, ledger_failures
 from tokencustody.staging.records import CaptureLedgerCommit
 from tokencustody.store.base import now
-from tokencustody.store.fence import RolloutKey, Stamp, lock_fence_txn, of_call, of_rollout
-from tokencustody.store.ids import check_call_id, check_rollout_id, check_text
-from tokencustody.store.ledger_rows import (
+from tokencustody.store.lineage import SqlLineageResolver
+from tokencustody.store.removal import RolloutRemover
+from tokencustody.txn.fence import RolloutKey, Stamp, lock_fence_txn, of_call, of_rollout
+from tokencustody.txn.ledger_rows import (
     exported_call,
     exported_failure,
     is_same_call,
@@ -30,9 +32,7 @@ from tokencustody.store.ledger_rows import (
     row_of_commit,
     row_of_export,
 )
-from tokencustody.store.lineage import SqlLineageResolver
-from tokencustody.store.removal import RolloutRemover
-from tokencustody.store.seal import LateRows
+from tokencustody.txn.seal import LateRows
 
 LOGGER = logging.getLogger(__name__)
 

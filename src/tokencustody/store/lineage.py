@@ -11,7 +11,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, and_, bindparam, false, func, null, select, union_all
 
+from tokencustody.codec.chains import unpack_chain
+from tokencustody.codec.id_columns import PackedIds, digest_of_ids
 from tokencustody.errors import InvalidRecordError, LoneSurrogateError
+from tokencustody.ids import check_rollout_id
 from tokencustody.lineage import (
     MOST_FINGERPRINTS,
     NO_MATCH,
@@ -26,14 +29,11 @@ from tokencustody.lineage import (
 )
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus
-from tokencustody.sql.chains import unpack_chain
-from tokencustody.sql.id_columns import PackedIds, digest_of_ids
-from tokencustody.sql.tables import entries, failures, ledger_calls
+from tokencustody.schema.tables import entries, failures, ledger_calls
 from tokencustody.store.base import SqlStore
-from tokencustody.store.fence import RolloutKey, of_rollout
-from tokencustody.store.ids import check_rollout_id
-from tokencustody.store.reading import IS_CONFLICTING, chain_txn, is_conflicting
-from tokencustody.store.sequences import KnownSequence, KnownSequences
+from tokencustody.txn.fence import RolloutKey, of_rollout
+from tokencustody.txn.reading import IS_CONFLICTING, chain_txn, is_conflicting
+from tokencustody.txn.sequences import KnownSequence, KnownSequences
 
 
 class SqlLineageResolver(SqlStore):

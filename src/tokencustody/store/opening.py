@@ -6,8 +6,8 @@ import asyncio
 import os
 from typing import Self
 
-from tokencustody.sql.coalescing import Coalesce
-from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
+from tokencustody.database.coalescing import Coalesce
+from tokencustody.database.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, Options
 from tokencustody.store.ledger import SqlLineageStore
 from tokencustody.store.sink import SqlTokenSink
@@ -51,7 +51,7 @@ class CaptureStore:
         return self.sink.run
 
     def stats(self) -> dict[str, int]:
-        """Return what the stores on this database did in this process, by the names of `tokencustody.sql.stats`."""
+        """Return what the stores on this database did in this process, by the names of `tokencustody.database.stats`."""
         return self.sink.stats()
 
     async def close(self) -> None:

@@ -8,8 +8,9 @@ from datetime import datetime
 from sqlalchemy import Connection, delete, select
 
 from tokencustody.errors import DamagedMarkError
+from tokencustody.ids import check_batch
 from tokencustody.protocols import RolloutRemovalPayload
-from tokencustody.sql.tables import (
+from tokencustody.schema.tables import (
     FenceState,
     VersionEvent,
     entries,
@@ -25,7 +26,7 @@ from tokencustody.sql.tables import (
 )
 from tokencustody.staging.records import staging_key
 from tokencustody.store.base import SqlStore, now
-from tokencustody.store.fence import (
+from tokencustody.txn.fence import (
     Fence,
     RolloutKey,
     Stamp,
@@ -35,7 +36,6 @@ from tokencustody.store.fence import (
     of_call,
     of_rollout,
 )
-from tokencustody.store.ids import check_batch
 
 # What a rollout holds besides its fence and its history. Staged token data is its framework's to delete.
 _RECORDS = (entries, intents, failures, ledger_calls, ledger_failures)

@@ -8,20 +8,23 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
+from tokencustody.codec.calls import PackedEntry, pack_entry, validated
+from tokencustody.database.dialects import insert_if_absent
+from tokencustody.database.faults import is_ours
+from tokencustody.database.transactions import Doors
 from tokencustody.errors import (
     AccessDeniedError,
     PayloadConflictError,
     StoreUnavailableError,
     TokenCaptureRetiredError,
 )
+from tokencustody.ids import check_call_id, check_rollout_id, is_call_id
 from tokencustody.records import TokenEntry
-from tokencustody.sql.codec import PackedEntry, pack_entry, validated
-from tokencustody.sql.dialects import insert_if_absent
-from tokencustody.sql.faults import is_ours
-from tokencustody.sql.tables import FenceState, VersionEvent, entries, intents
-from tokencustody.sql.transactions import Doors
+from tokencustody.schema.tables import FenceState, VersionEvent, entries, intents
+from tokencustody.spill.files import in_file_thread
+from tokencustody.spill.marks import Mark
 from tokencustody.store.base import SqlStore, now
-from tokencustody.store.fence import (
+from tokencustody.txn.fence import (
     RolloutKey,
     Stamp,
     advance_txn,
@@ -30,13 +33,10 @@ from tokencustody.store.fence import (
     of_call,
     refuse_if_frozen,
 )
-from tokencustody.store.ids import check_call_id, check_rollout_id, is_call_id
-from tokencustody.store.inserting import CallInsert, NewCall
-from tokencustody.store.putting import Put, read_base, read_base_on
-from tokencustody.store.reading import call_txn, chain_txn
-from tokencustody.store.sequences import KnownSequence, KnownSequences
-from tokencustody.store.spill import Mark
-from tokencustody.store.spill_files import in_file_thread
+from tokencustody.txn.inserting import CallInsert, NewCall
+from tokencustody.txn.putting import Put, read_base, read_base_on
+from tokencustody.txn.reading import call_txn, chain_txn
+from tokencustody.txn.sequences import KnownSequence, KnownSequences
 
 LOGGER = logging.getLogger(__name__)
 

@@ -10,13 +10,15 @@ from uuid import uuid4
 
 from sqlalchemy import Connection
 
+from tokencustody.codec.chains import unpack_calls
 from tokencustody.errors import InvalidRecordError
+from tokencustody.ids import check_rollout_id
 from tokencustody.protocols import CallRefusal, TokenCaptureSnapshot
-from tokencustody.sql.chains import unpack_calls
-from tokencustody.sql.tables import FenceState, VersionEvent
+from tokencustody.schema.tables import FenceState, VersionEvent
 from tokencustody.store.base import now
-from tokencustody.store.deltas import mark_broken_txn
-from tokencustody.store.fence import (
+from tokencustody.store.removal import RolloutRemover, remove_records_txn
+from tokencustody.txn.deltas import mark_broken_txn
+from tokencustody.txn.fence import (
     Fence,
     RolloutKey,
     Stamp,
@@ -25,10 +27,8 @@ from tokencustody.store.fence import (
     lock_fence_txn,
     refuse_if_retired,
 )
-from tokencustody.store.ids import check_rollout_id
-from tokencustody.store.reading import all_calls_txn
-from tokencustody.store.removal import RolloutRemover, remove_records_txn
-from tokencustody.store.seal import check_seal_txn, held_txn, seal_of
+from tokencustody.txn.reading import all_calls_txn
+from tokencustody.txn.seal import check_seal_txn, held_txn, seal_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,14 @@ from typing import Any, Self
 from pydantic import BaseModel
 from sqlalchemy import ColumnElement, Connection, Select, Text, and_, column, delete, insert, select, values
 
-from tokencustody.errors import (
-    CorruptEntryError,
-    InvalidRecordError,
-    LineageError,
-    StagedCallMissingError,
-    StoreUnavailableError,
+from tokencustody.codec.attachments import (
+    IDENTITY_COLUMNS,
+    attachments_sha256,
+    pack_attachments,
+    unpack_attachment,
 )
-from tokencustody.sql.coalescing import Coalesce
-from tokencustody.sql.dialects import insert_if_absent, limit_waiting, looked_up
-from tokencustody.sql.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
-from tokencustody.sql.row_hash import HASH_COLUMN, is_proven, row_sha256
-from tokencustody.sql.staged_codec import (
+from tokencustody.codec.row_hash import HASH_COLUMN, is_proven, row_sha256
+from tokencustody.codec.staged import (
     CALL_COLUMNS,
     check_payload,
     differing_columns,
@@ -34,7 +30,19 @@ from tokencustody.sql.staged_codec import (
     validated_call,
     where,
 )
-from tokencustody.sql.tables import (
+from tokencustody.database.coalescing import Coalesce
+from tokencustody.database.dialects import insert_if_absent, limit_waiting, looked_up
+from tokencustody.database.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
+from tokencustody.database.portal import BackgroundLoop
+from tokencustody.errors import (
+    CorruptEntryError,
+    InvalidRecordError,
+    LineageError,
+    StagedCallMissingError,
+    StoreUnavailableError,
+)
+from tokencustody.ids import check_call_id, check_rollout_id
+from tokencustody.schema.tables import (
     FenceState,
     VersionEvent,
     fences,
@@ -45,17 +53,9 @@ from tokencustody.sql.tables import (
 )
 from tokencustody.staging.digest import hash_token_ids
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult, staging_key
-from tokencustody.store.attachments import (
-    IDENTITY_COLUMNS,
-    attachments_sha256,
-    pack_attachments,
-    unpack_attachment,
-)
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, DatabaseClient, now
-from tokencustody.store.fence import RolloutKey, Stamp, advance_txn, find_fence_txn
-from tokencustody.store.ids import check_call_id, check_rollout_id
-from tokencustody.store.inserting import CallInsert, NewCall
-from tokencustody.store.portal import BackgroundLoop
+from tokencustody.txn.fence import RolloutKey, Stamp, advance_txn, find_fence_txn
+from tokencustody.txn.inserting import CallInsert, NewCall
 
 _CALL = staged_calls.c
 _PAYLOAD = (_CALL.payload, _CALL.payload_sha256)

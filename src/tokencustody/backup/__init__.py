@@ -1,0 +1,1 @@
+"""A copy of a SQLite file while it is written."""

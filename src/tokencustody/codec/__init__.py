@@ -1,0 +1,1 @@
+"""Calls, staged calls and their chains as bytes, and back, exact in every bit."""

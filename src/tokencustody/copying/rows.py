@@ -1,0 +1,211 @@
+"""The rows of one rollout in every table, known by their keys and digests, and read some at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from sqlalchemy import Column, Connection, LargeBinary, Row, Table, cast, func, literal, select, tuple_
+
+from tokencustody.schema.tables import (
+    entries,
+    fences,
+    metadata,
+    snapshot_versions,
+    staged_attachments,
+    staged_calls,
+)
+from tokencustody.txn.fence import RolloutKey, of_rollout
+
+# Every table that belongs to rollouts, each after those it refers to.
+TABLES = tuple(table for table in metadata.sorted_tables if "run" in table.c)
+STAGED = (staged_calls, staged_attachments)
+BY_NAME = {table.name: table for table in TABLES}
+
+_PAGE_ROWS = 256
+_PAGE_BYTES = 8 * 2**20
+_BYTES_IN_MEMORY = 8 * 2**20
+
+# Bytes whose SHA-256 another column of the row holds.
+_PROVEN = {
+    entries: (entries.c.payload, func.coalesce(entries.c.stored_sha256, entries.c.payload_sha256)),
+    staged_calls: (staged_calls.c.payload, staged_calls.c.payload_sha256),
+    staged_attachments: (staged_attachments.c.data, staged_attachments.c.data_sha256),
+}
+
+# The table's name, then what of the primary key tells the rows of a rollout apart.
+RowKey = tuple[Any, ...]
+
+
+class DamagedRowError(Exception):
+    """A row does not hold the bytes whose hash it has. The message names it."""
+
+
+@dataclass
+class Image:
+    """What a database holds of one rollout: the digest of each row, which covers all columns.
+
+    `state` is None without a fence.
+    """
+
+    state: str | None = None
+    rows: dict[RowKey, bytes] = field(default_factory=dict)
+
+    def of(self, *tables: Table) -> dict[RowKey, bytes]:
+        """Return the rows of these tables."""
+        names = {table.name for table in tables}
+        return {key: digest for key, digest in self.rows.items() if key[0] in names}
+
+    @property
+    def versions(self) -> dict[RowKey, bytes]:
+        """The history of the fence."""
+        return self.of(snapshot_versions)
+
+
+class Spool:
+    """Rows on their way: in memory while they are few, else in a file that has no name."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 - closed by __exit__
+        self.bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def empty(self) -> None:
+        """Forget what was added."""
+        self._file.seek(0)
+        self._file.truncate()
+
+    def add(self, table: Table, rows: Sequence[dict[str, Any]]) -> None:
+        """Add rows of one table."""
+        pickle.dump((table.name, rows), self._file, pickle.HIGHEST_PROTOCOL)
+        self.bytes = self._file.tell()
+
+    def pages(self) -> Iterator[tuple[Table, list[dict[str, Any]]]]:
+        """Yield what was added, in that order."""
+        end = self._file.seek(0, 2)
+        self._file.seek(0)
+        while self._file.tell() < end:
+            name, rows = pickle.load(self._file)  # noqa: S301 - this process wrote it, where nobody else can
+            yield BY_NAME[name], rows
+
+
+def image_txn(connection: Connection, key: RolloutKey, spool: Spool | None = None) -> Image:
+    """Return what is held of a rollout. With `spool` all bytes are read, proven by their hashes, and kept there.
+
+    Raises DamagedRowError.
+    """
+    return _image(connection, key, spool, with_bytes=spool is not None)
+
+
+def proven_image_txn(connection: Connection, key: RolloutKey) -> Image:
+    """Return what is held of a rollout, after all bytes were read and proven by their hashes.
+
+    Raises DamagedRowError.
+    """
+    return _image(connection, key, None, with_bytes=True)
+
+
+def _image(connection: Connection, key: RolloutKey, spool: Spool | None, *, with_bytes: bool) -> Image:
+    image = Image()
+    if spool is not None:
+        spool.empty()  # of an earlier try
+    for table in TABLES:
+        for page in _pages_txn(connection, key, table, with_bytes=with_bytes):
+            for row in page:
+                if with_bytes:
+                    _prove(key, table, row)
+                image.rows[row_key(table, row)] = _digest(table, row)
+                if table is fences:
+                    image.state = row.state
+            if spool is not None:
+                names = [column.name for column in table.columns]
+                spool.add(table, [{name: getattr(row, name) for name in names} for row in page])
+    return image
+
+
+def row_key(table: Table, row: Any) -> RowKey:
+    """Return the key of a row, which may be a dictionary."""
+    values = row if isinstance(row, dict) else row._mapping
+    return (table.name, *(values[column.name] for column in _own_key(table)))
+
+
+def _own_key(table: Table) -> list[Column[Any]]:
+    return [column for column in table.primary_key if column.name not in ("run", "rollout_id")]
+
+
+def _pages_txn(
+    connection: Connection, key: RolloutKey, table: Table, *, with_bytes: bool
+) -> Iterator[Sequence[Row[Any]]]:
+    proven = _PROVEN.get(table)
+    wanted = [
+        # As bytes even where SQLite holds text, so that its hash tells.
+        cast(column, LargeBinary).label(column.name) if isinstance(column.type, LargeBinary) else column
+        for column in table.columns
+        if with_bytes or proven is None or column is not proven[0]
+    ]
+    if with_bytes and proven is not None:
+        wanted.append(proven[1].label("_sha256"))
+    own_key = _own_key(table)
+    if not own_key:
+        yield connection.execute(select(*wanted).where(of_rollout(table)), key.named()).all()
+        return
+    large = [
+        column
+        for column in table.columns
+        if isinstance(column.type, LargeBinary) and (with_bytes or proven is None or column is not proven[0])
+    ]
+    size = sum((func.coalesce(func.length(column), 0) for column in large), literal(0))
+    found = connection.execute(
+        select(*own_key, size).where(of_rollout(table)).order_by(*own_key), key.named()
+    )
+    for group in _groups([tuple(row) for row in found]):
+        is_one = own_key[0].in_([each[0] for each in group])
+        is_one = is_one if len(own_key) == 1 else tuple_(*own_key).in_(group)
+        yield connection.execute(select(*wanted).where(of_rollout(table), is_one), key.named()).all()
+
+
+def _groups(found: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    group: list[tuple[Any, ...]] = []
+    size = 0
+    for *own_key, length in found:
+        if group and (len(group) == _PAGE_ROWS or size + length > _PAGE_BYTES):
+            yield group
+            group, size = [], 0
+        group.append((*own_key,))
+        size += length
+    if group:
+        yield group
+
+
+def _prove(key: RolloutKey, table: Table, row: Row[Any]) -> None:
+    if table not in _PROVEN:
+        return
+    data, sha256 = row._mapping[_PROVEN[table][0].name], row._mapping["_sha256"]
+    if data is None or hashlib.sha256(data).hexdigest() != sha256:
+        where = " ".join(str(part) for part in row_key(table, row)[1:])
+        raise DamagedRowError(
+            f"{table.name} of call {where} of rollout {key.rollout_id} of run {key.run} does not match its SHA-256"
+        )
+
+
+def _digest(table: Table, row: Row[Any]) -> bytes:
+    """Return the SHA-256 of a row; of bytes that were proven, their hash stands in another column of it."""
+    proven = _PROVEN[table][0].name if table in _PROVEN else None
+    values = [row._mapping[column.name] for column in table.columns if column.name != proven]
+    # Of plain values, which print on every database alike: numbers exactly, times in UTC.
+    return hashlib.sha256(repr(values).encode(errors="surrogatepass")).digest()

@@ -1,0 +1,69 @@
+"""What the database holds of a rollout, to compare the files of a folder with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from tokencustody.schema.tables import (
+    FailureKind,
+    FenceState,
+    entries,
+    failures,
+    fences,
+    intents,
+    ledger_calls,
+    ledger_failures,
+)
+from tokencustody.txn.fence import Fence, RolloutKey, of_call, of_rollout
+
+_LEDGER_CALL = select(ledger_calls).where(of_call(ledger_calls))
+
+
+@dataclass
+class Held:
+    """What the database holds of a rollout, without payloads. `fence` is None where it holds nothing.
+
+    `failed` are the calls for which it is marked, or of which it has a conflict.
+    """
+
+    fence: Fence | None = None
+    calls: dict[str, str] = field(default_factory=dict)
+    intents: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    conflicts: set[tuple[str, str]] = field(default_factory=set)
+    ledger: dict[str, str] = field(default_factory=dict)
+    ledger_failures: dict[str, set[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read_txn(cls, connection: Connection, key: RolloutKey) -> Held:
+        """Return what is held now."""
+
+        def of(table: Any, *names: str) -> Any:
+            columns = [table.c[name] for name in names]
+            return connection.execute(select(*columns).where(of_rollout(table)), key.named()).all()
+
+        fence = of(fences, "state", "version", "snapshot_id", "incomplete")
+        failed = of(failures, "kind", "model_call_id", "second_payload_sha256")
+        announced = of(intents, "model_call_id", "refused_at")
+        reasons: dict[str, set[str]] = {}
+        for call, reason in of(ledger_failures, "model_call_id", "reason"):
+            reasons.setdefault(call, set()).add(reason)
+        return cls(
+            fence=Fence(FenceState(fence[0][0]), *fence[0][1:]) if fence else None,
+            calls=dict(map(tuple, of(entries, "model_call_id", "payload_sha256"))),
+            intents={call for call, _ in announced},
+            refused={call for call, refused_at in announced if refused_at is not None},
+            failed={call for _, call, _ in failed},
+            conflicts={(call, second) for kind, call, second in failed if kind == FailureKind.CONFLICT},
+            ledger=dict(map(tuple, of(ledger_calls, "model_call_id", "payload_sha256"))),
+            ledger_failures=reasons,
+        )
+
+
+def ledger_call_txn(connection: Connection, key: RolloutKey, call: str) -> Row[Any]:
+    """Return the row that the ledger holds of a call."""
+    return connection.execute(_LEDGER_CALL, key.named(call)).one()

@@ -1,0 +1,1 @@
+"""What a database holds, for people: runs, rollouts, and one rollout with its calls."""

@@ -1,1 +1,0 @@
-"""Tables, dialects, transactions, the packed codec and the migrations behind the store."""

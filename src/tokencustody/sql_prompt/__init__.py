@@ -1,0 +1,1 @@
+"""The prompt that reads a database with SQL and changes nothing."""

@@ -1,0 +1,384 @@
+"""Every sampled token is trained once, after exactly the prompt after which it was sampled."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.export.exports import left_out, manifest, parquet_rows, put_rollout
+from tests.support.entries import make_entry
+from tokencustody import TokenEntry, open_store
+from tokencustody.chains.chains import Forest, shape_of
+from tokencustody.chains.reading import CallFacts, FrozenRollout
+from tokencustody.chains.rules import RowRules
+from tokencustody.export import ExportOptions, OnBreak, SharedCalls, Siblings, export
+from tokencustody.txn.fence import RolloutKey
+
+
+@dataclass
+class Forests:
+    """Rollouts of calls that were made up by a seeded chance, and the prompt after which each one was sampled."""
+
+    seed: int
+    rollout_id: str = "forest"
+    entries: list[TokenEntry] = field(default_factory=list)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    requests: dict[str, str] = field(default_factory=dict)
+    without_request: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        token = iter(range(1_000, 10**9))
+        for number in range(rng.randint(1, 14)):
+            name = f"call-{rng.randrange(1000):03}-{number}"
+            parent = rng.choice(self.entries) if self.entries and rng.random() < 0.8 else None
+            # Ids that no other call has, so that what is trained tells which call sampled it.
+            sampled = [next(token) for _ in range(rng.choice([0, 1, 1, 2, 3]))]
+            added = [next(token) for _ in range(rng.randint(0, 2))]
+            kind = rng.choice(
+                ["full"] * 6 + ["delta"] * 2 + ["retokenized", "compacted", "unresolved", "unstamped", "lost"]
+            )
+            if parent is None:
+                kind = rng.choice(["full", "full", "unresolved", "unstamped", "lost"])
+            before = self.sequence(parent) if parent is not None else [1, 2]
+            prompt = [*before, *added]
+            if kind == "retokenized":
+                prompt[rng.randrange(len(prompt))] = next(token)
+            elif kind == "compacted":
+                prompt = [next(token), *added]
+            request = name
+            retried = [entry for entry in self.entries if not entry.prompt_is_delta]
+            if retried and rng.random() < 0.25:
+                # Asked again, with the same prompt below the same parent.
+                twin = rng.choice(retried)
+                prompt, kind = self.prompts[twin.model_call_id], "twin"
+                fields: dict[str, Any] = {
+                    "parent": twin.parent_call_id,
+                    "parent_resolution": twin.parent_resolution,
+                }
+                if rng.random() < 0.6:
+                    # The same request, perhaps with a clock in its prompt, and perhaps with a parent that is not known.
+                    request = self.requests[twin.model_call_id]
+                    if rng.random() < 0.5:
+                        prompt = [next(token), *prompt[1:]]
+                    if rng.random() < 0.3:
+                        fields = {"parent": None, "parent_resolution": "unresolved"}
+            else:
+                fields = {"parent": parent.model_call_id if parent is not None else None}
+                if kind in ("unresolved", "unstamped"):
+                    fields = {"parent_resolution": "unresolved" if kind == "unresolved" else None}
+                elif kind == "lost":
+                    fields = {"parent": "never-stored"}
+            self.prompts[name] = prompt
+            self.requests[name] = request
+            resolution = fields.pop("parent_resolution", "stamped")
+            entry = make_entry(
+                self.rollout_id,
+                name,
+                prompt=added if kind == "delta" else prompt,
+                generation=sampled,
+                request=[{"role": "user", "content": request}],
+                prompt_is_delta=kind == "delta",
+                cumulative=[*prompt, *sampled] if kind == "delta" else None,
+                **fields,
+            )
+            if rng.random() < 0.2:
+                entry.continuation_context_digest = entry.continuation_fingerprint = ""
+                self.without_request.add(name)
+            if resolution != "stamped":
+                entry = entry.model_copy(update={"parent_resolution": resolution})
+            self.entries.append(entry)
+
+    def sequence(self, entry: TokenEntry) -> list[int]:
+        return [*self.prompts[entry.model_call_id], *entry.generation_token_ids]
+
+    def sequence_of(self, name: str) -> list[int]:
+        return next(self.sequence(entry) for entry in self.entries if entry.model_call_id == name)
+
+    def rollout(self) -> FrozenRollout:
+        facts = {
+            entry.model_call_id: CallFacts("0" * 64, None, "", is_conflicting=False) for entry in self.entries
+        }
+        key = RolloutKey("run", self.rollout_id)
+        return FrozenRollout(key, "s", 1, False, self.entries, facts, (), (), {}, (), {})
+
+
+def trained_in(token_ids: list[int], loss_mask: list[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield each token that a row trains, with all that lies before it."""
+    for index, (token, bit) in enumerate(zip(token_ids, loss_mask, strict=True)):
+        if bit:
+            yield tuple(token_ids[:index]), token
+
+
+def expected(forest: Forests, names: set[str]) -> Counter[tuple[tuple[int, ...], int]]:
+    """Return the same of the calls themselves, each by its own prompt and nothing else."""
+    found: Counter[tuple[tuple[int, ...], int]] = Counter()
+    for entry in forest.entries:
+        if entry.model_call_id in names:
+            sampled, prompt = entry.generation_token_ids, forest.prompts[entry.model_call_id]
+            found.update(((*prompt, *sampled[:index]), token) for index, token in enumerate(sampled))
+    return found
+
+
+def questions_of(forest: Forests) -> dict[str, set[str]]:
+    """Return for each call those that answer the same question for certain, itself among them."""
+    found = {name: {name} for name in forest.prompts}
+    for one, other in product(forest.entries, repeat=2):
+        mine, theirs = one.model_call_id, other.model_call_id
+        below_one = (one.parent_call_id, one.parent_resolution) == (
+            other.parent_call_id,
+            other.parent_resolution,
+        )
+        same_prompt = forest.prompts[mine] == forest.prompts[theirs] and below_one
+        same_request = forest.requests[mine] == forest.requests[theirs]
+        if same_prompt or (same_request and not forest.without_request & {mine, theirs}):
+            both = found[mine] | found[theirs]
+            found.update(dict.fromkeys(both, both))
+    return found
+
+
+def check_answers(forest: Forests, out: dict[str, str]) -> None:
+    """Check what became of each answer by looking at all the others, as nothing in the library does."""
+    questions = questions_of(forest)
+    continued = {
+        entry.parent_call_id
+        for entry in forest.entries
+        if entry.parent_call_id not in questions[entry.model_call_id]
+    }
+    # What sampled nothing before the same was asked again is no other answer to it.
+    asked_again = {
+        entry.parent_call_id
+        for entry in forest.entries
+        if forest.prompts.get(str(entry.parent_call_id)) == forest.prompts[entry.model_call_id]
+    }
+    for entry in forest.entries:
+        name = entry.model_call_id
+        if name in asked_again or (name not in continued and not entry.generation_token_ids):
+            continue
+        answers = {
+            other.model_call_id
+            for other in forest.entries
+            if other.model_call_id in questions[name]
+            and (other.generation_token_ids or other.model_call_id in continued - asked_again)
+        }
+        same = {other for other in answers if forest.sequence_of(other) == forest.sequence_of(name)}
+        if answers == same:
+            assert len(same - set(out)) <= 1, (forest.seed, name)
+        elif name not in out:
+            assert answers & continued <= same, (forest.seed, name)
+            assert same & continued, (forest.seed, name)
+        elif out[name] == "superseded_retry" and name in continued:
+            # Another call of the same tokens stands for it.
+            twins = [
+                other for other in forest.prompts if forest.sequence_of(other) == forest.sequence_of(name)
+            ]
+            assert len(twins) > 1, (forest.seed, name)
+
+
+SEEDS = 400
+RULES = [RowRules(*each) for each in product(SharedCalls, OnBreak, Siblings)]
+
+
+@pytest.mark.parametrize(
+    "rules", RULES, ids=lambda rules: f"{rules.shared_calls}-{rules.on_break}-{rules.siblings}"
+)
+def test_each_token_of_a_call_that_is_not_left_out_is_trained_once_in_the_context_in_which_it_was_sampled(
+    rules: RowRules,
+) -> None:
+    kinds: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        forest = Forests(seed)
+        made = Forest(forest.rollout(), rules)
+        rows = list(made.chains())
+        out = {left.model_call_id: left.reason for left in made.left_out if left.reason != "broken"}
+        assert len(out) == sum(left.reason != "broken" for left in made.left_out), "each is named once"
+        names = {entry.model_call_id for entry in forest.entries} - set(out)
+        if any(left.reason == "broken" for left in made.left_out):
+            assert rows == []
+            kinds["broken"] += 1
+            continue
+        assert {link.model_call_id for row in rows for link in row.links} == names
+        shape = shape_of(forest.rollout(), made.calls, made.left_out, made)
+        assert shape.calls_left_out == len(out)
+        trained = Counter(
+            each for row in rows for each in trained_in(list(row.token_ids), list(row.loss_mask))
+        )
+        wanted = expected(forest, names)
+        assert set(trained) == set(wanted), seed
+        if rules.shared_calls is SharedCalls.FIRST:
+            assert trained == wanted, seed
+        for row in rows:
+            for link in row.links:
+                sequence = list(row.token_ids[: link.generation_start])
+                assert sequence == forest.prompts[link.model_call_id], seed
+        if rules.siblings is Siblings.SETTLE:
+            check_answers(forest, out)
+        kinds.update(out.values())
+        kinds.update(row.broke for row in rows if row.broke is not None)
+        if rules.on_break is not OnBreak.FIRST and rules.siblings is Siblings.KEEP:
+            assert set(out.values()) <= {"no_generated_tokens", "parent_missing", "parent_left_out"}, seed
+    # The chance made what it is about.
+    if rules.on_break is OnBreak.SPLIT:
+        assert {"unresolved_parent", "parent_missing", "prompt_does_not_begin_with_parent"} <= set(kinds)
+    if rules.siblings is Siblings.SETTLE and rules.on_break is not OnBreak.MASK:
+        assert {"ambiguous_retry", "superseded_retry"} <= set(kinds)
+
+
+async def test_the_files_hold_of_each_call_what_was_sampled_after_exactly_its_prompt(
+    store_url: str, tmp_path: Path
+) -> None:
+    forests = {f"forest-{seed}": Forests(seed, f"forest-{seed}") for seed in range(25)}
+    for forest in forests.values():
+        await put_rollout(store_url, forest.entries)
+    for number, rules in enumerate(RULES):
+        out = tmp_path / str(number)
+        options = ExportOptions(
+            include_incomplete=True,
+            shared_calls=rules.shared_calls,
+            on_break=rules.on_break,
+            siblings=rules.siblings,
+        )
+        report = await export(store_url, out, options, mark=False)
+        assert not report.all_left_out
+        out_of_rows: defaultdict[str, set[str]] = defaultdict(set)
+        for rollout_id, name, reason in left_out(out):
+            masked = reason == "broken"
+            out_of_rows[rollout_id] |= set(forests[rollout_id].prompts) if masked else {name}
+        trained: defaultdict[str, Counter[Any]] = defaultdict(Counter)
+        for row in parquet_rows(out):
+            trained[row["rollout_id"]].update(trained_in(row["token_ids"], row["loss_mask"]))
+            for name, start in zip(row["call_ids"], row["generation_starts"], strict=True):
+                assert row["token_ids"][:start] == forests[row["rollout_id"]].prompts[name]
+        for rollout_id, forest in forests.items():
+            wanted = expected(forest, set(forest.prompts) - out_of_rows[rollout_id])
+            assert trained[rollout_id].keys() == wanted.keys(), (rollout_id, rules)
+            if rules.shared_calls is SharedCalls.FIRST:
+                assert trained[rollout_id] == wanted, (rollout_id, rules)
+
+
+THINKING, TURNS = [90, 91, 92], 4
+
+
+def conversation(drift: str) -> list[TokenEntry]:
+    """Return turns in which the template strips the thinking, or one answer is tokenised again, or neither."""
+    entries: list[TokenEntry] = []
+    prompt = [1, 2]
+    for turn in range(TURNS):
+        answer = [*THINKING, 10 + turn]
+        parent = entries[-1].model_call_id if entries else None
+        entries.append(
+            make_entry("talk", f"call-{turn}", prompt=list(prompt), generation=answer, parent=parent)
+        )
+        again = [99] if drift == "one answer" and turn == 1 else [10 + turn]
+        prompt += [*([] if drift == "thinking" else THINKING), *again, 20 + turn]
+    return entries
+
+
+@pytest.mark.parametrize(
+    ("drift", "rows"),
+    [
+        ("none", [["call-0", "call-1", "call-2", "call-3"]]),
+        ("thinking", [["call-0"], ["call-1"], ["call-2"], ["call-3"]]),
+        ("one answer", [["call-0", "call-1"], ["call-2", "call-3"]]),
+    ],
+)
+async def test_a_conversation_whose_template_changes_its_history_is_trained_whole_in_several_rows(
+    store_url: str, tmp_path: Path, drift: str, rows: list[list[str]]
+) -> None:
+    entries = conversation(drift)
+    await put_rollout(store_url, entries)
+    report = await export(store_url, tmp_path / "out", retire=True)
+    found = parquet_rows(tmp_path / "out")
+    assert [row["call_ids"] for row in found] == rows
+    assert report.trained_tokens == TURNS * 4
+    for row in found:
+        for name, start in zip(row["call_ids"], row["generation_starts"], strict=True):
+            (entry,) = [entry for entry in entries if entry.model_call_id == name]
+            assert row["token_ids"][:start] == entry.prompt_token_ids
+            assert row["loss_mask"][start : start + 4] == [1] * 4
+    why = "prompt_does_not_begin_with_parent"
+    assert [row["breaks"] for row in found] == [None, *[why] * (len(rows) - 1)]
+    assert [(row["segment"], row["segments"]) for row in found] == [(n, len(rows)) for n in range(len(rows))]
+    assert {(row["whole"], row["calls_left_out"]) for row in found} == {(True, 0)}
+    # The files hold all of it.
+    assert (report.retired, report.ok) == (1, True)
+
+
+@pytest.mark.parametrize("form", ["calls", "gym", "parquet"])
+async def test_every_format_says_in_its_manifest_how_a_rollout_comes_apart(
+    store_url: str, tmp_path: Path, form: Any
+) -> None:
+    await put_rollout(store_url, conversation("thinking"))
+    await export(store_url, tmp_path / "out", ExportOptions(format=form, run="run-1"))
+    ((rollout,),) = [part["rollouts"] for part in manifest(tmp_path / "out")["parts"]]
+    assert (rollout["segments"], rollout["breaks"]) == (4, {"prompt_does_not_begin_with_parent": 3})
+    assert (rollout["whole"], rollout["calls_left_out"], rollout["calls"]) == (True, 0, 4)
+    assert manifest(tmp_path / "out")["counts"]["breaks"] == rollout["breaks"]
+
+
+async def test_branches_of_one_segment_share_its_number_and_a_new_root_is_another(
+    store_url: str, tmp_path: Path
+) -> None:
+    entries = [
+        make_entry("r", "a", prompt=[1], generation=[2]),
+        make_entry("r", "b", prompt=[1, 2, 3], generation=[4], parent="a"),
+        make_entry("r", "c", prompt=[1, 2, 5], generation=[6], parent="a"),
+        make_entry("r", "d", prompt=[7], generation=[8]),
+    ]
+    await put_rollout(store_url, entries)
+    await export(store_url, tmp_path / "out")
+    rows = parquet_rows(tmp_path / "out")
+    assert [(row["call_ids"], row["chain_index"], row["segment"], row["breaks"]) for row in rows] == [
+        (["a", "b"], 0, 0, None),
+        (["a", "c"], 1, 0, None),
+        (["d"], 2, 1, None),
+    ]
+
+
+async def test_calls_without_lineage_stamps_are_rows_of_their_own(store_url: str, tmp_path: Path) -> None:
+    entries = [
+        entry.model_copy(update={"parent_resolution": None, "parent_call_id": None})
+        for entry in conversation("none")
+    ]
+    await put_rollout(store_url, entries)
+    report = await export(store_url, tmp_path / "out", retire=True)
+    rows = parquet_rows(tmp_path / "out")
+    assert [row["token_ids"] for row in rows] == [
+        [*entry.prompt_token_ids, *entry.generation_token_ids] for entry in entries
+    ]
+    assert [sum(row["loss_mask"]) for row in rows] == [4] * TURNS
+    assert [(row["breaks"], row["parent_resolutions"]) for row in rows] == [
+        ("parent_not_recorded", [None])
+    ] * TURNS
+    assert (report.trained_tokens, report.retired, report.ok) == (TURNS * 4, 1, True)
+
+
+async def test_what_was_sampled_below_a_lost_call_is_a_row_and_a_delta_below_it_cannot_be_one(
+    store_url: str, tmp_path: Path
+) -> None:
+    full = make_entry("r", "full", prompt=[1, 2, 3], generation=[4], parent="lost")
+    delta = make_entry(
+        "r", "delta", prompt=[3], generation=[5], parent="lost", prompt_is_delta=True, cumulative=[1, 2, 3, 5]
+    )
+    below = make_entry("r", "below", prompt=[1, 2, 3, 5], generation=[6], parent="delta")
+    await put_rollout(store_url, [full, delta, below], freeze=False)
+    async with open_store(store_url, run="run-1") as store:
+        await store.sink.begin_call("r", "lost")
+        await store.source.freeze("r")
+    report = await export(store_url, tmp_path / "none")
+    assert (report.left_out, report.export_id, report.ok) == ({"incomplete": 1}, "", True)
+    await export(store_url, tmp_path / "out", ExportOptions(include_incomplete=True))
+    rows = parquet_rows(tmp_path / "out")
+    assert [(row["call_ids"], row["breaks"]) for row in rows] == [
+        (["full"], "parent_missing"),
+        (["below"], "parent_left_out"),
+    ]
+    assert {(row["incomplete"], row["whole"], row["calls_left_out"]) for row in rows} == {(True, False, 1)}
+    assert left_out(tmp_path / "out") == [("r", "delta", "parent_missing")]
