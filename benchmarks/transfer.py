@@ -33,11 +33,11 @@ from benchmarks.timing import in_new_process
 from tests.support import databases
 from tests.support.postgres import postgres_server
 from tokencustody import ParentResolutionStatus, TokenEntry, stamp_continuation, stamp_lineage
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.export.parquet import require_pyarrow
 from tokencustody.records import compute_digest
 from tokencustody.schema import migrate
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.schema.tables import entries
 
 MOST_MEGABYTES = 300  # of any process
@@ -205,7 +205,7 @@ def payloads_of(url: str) -> tuple[Payloads, float]:
     found = select(*columns, func.length(entries.c.payload)).where(entries.c.run == _RUN)
 
     async def read() -> tuple[Payloads, float]:
-        database = Database(parse_url(url), creates=False)
+        database = CaptureDatabase(parse_url(url), creates=False)
         try:
             rows = await database.read(lambda connection: connection.execute(found).all())
         finally:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tokencustody import errors
-from tokencustody.overview.reading import RolloutNotFoundError
+from tokencustody.errors import RolloutNotFoundError
 
 Result = TypeVar("Result")
 

@@ -16,6 +16,7 @@ from campaigns.fuzzing.cases import NAMED, Case, Violation, check_message
 from campaigns.fuzzing.mutations import mutated
 from campaigns.fuzzing.records import damaged_entry
 from campaigns.fuzzing.values import hostile, messages
+from tokencustody.database.utc_time import UtcTime
 from tokencustody.overview.reading import RolloutReader
 from tokencustody.schema import tables
 from tokencustody.store import CaptureStore, open_store
@@ -320,7 +321,7 @@ def _other(rng: random.Random, column: Any, old: Any) -> Any:
             return rng.choice((0.0, 1e308, None))
         case LargeBinary():
             return rng.choice((None, b"", mutated(rng, bytes(old or b"null"))))
-        case tables.UtcTime():
+        case UtcTime():
             return rng.choice(("2026-11/30", "", "0001-01-01 00:00:00.000000", None))
     texts = (
         "",

@@ -128,3 +128,11 @@ class DurabilityError(RuntimeError):
 
 class StoreClosedError(RuntimeError):
     """A store was used after `close()`."""
+
+
+class RolloutNotFoundError(LookupError):
+    """No rollout, or more than one, has the id that was asked for. The message says where and what to do."""
+
+
+class ExportError(RuntimeError):
+    """An export cannot begin or go on. The message says why and what to do; nothing that was finished is lost."""

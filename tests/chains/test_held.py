@@ -21,11 +21,10 @@ from tests.export.exports import (
 )
 from tests.support.entries import make_entry
 from tests.support.staged import stage
-from tokencustody.chains.rules import OnBreak
 from tokencustody.export import ExportOptions, Format, export
 from tokencustody.retention.retention import Retention, Settled
 from tokencustody.schema import tables
-from tokencustody.schema.tables import FenceState
+from tokencustody.states import FenceState, OnBreak
 from tokencustody.txn.selection import RolloutFilter
 
 RECORDS = [

@@ -17,7 +17,7 @@ import pytest
 from tokencustody.cli import main
 from tokencustody.database.url import parse_url
 from tokencustody.schema import migrate
-from tokencustody.schema.tables import FenceState
+from tokencustody.states import FenceState
 
 # The package has the command of the same name.
 rollouts = importlib.import_module("tokencustody.overview.command")

@@ -33,7 +33,7 @@ from tokencustody.database.registry import open_engines
 from tokencustody.database.transactions import Database
 from tokencustody.errors import InvalidRecordError, PayloadConflictError, StoreUnavailableError
 from tokencustody.schema import tables
-from tokencustody.schema.tables import FenceState, VersionEvent
+from tokencustody.states import FenceState, VersionEvent
 from tokencustody.store.base import now
 from tokencustody.txn.fence import RolloutKey, Stamp, advance_txn, lock_fence_txn
 

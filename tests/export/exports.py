@@ -13,10 +13,10 @@ from tests.support.entries import make_entry
 from tests.support.rollouts import linear_rollout
 from tests.support.staged import Staged
 from tokencustody import open_store
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.export import ExportReport
 from tokencustody.records import TokenEntry
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.staging.records import CaptureLedgerCommit, StagedCallRecord, staging_key
 from tokencustody.store.staging import SqlStagingStore
 
@@ -88,7 +88,7 @@ async def run_sql(url: str, *statements: Executable) -> list[list[Any]]:
         results = [connection.execute(statement) for statement in statements]
         return [list(result) if result.returns_rows else [] for result in results]
 
-    database = Database(parse_url(url))
+    database = CaptureDatabase(parse_url(url))
     try:
         return await database.write(work)
     finally:

@@ -17,8 +17,8 @@ import pytest
 from tests.export.exports import RUN, manifest, parquet_rows, put_linear, put_rollout
 from tests.support.entries import make_entry
 from tokencustody import open_store
+from tokencustody.chains.reasons import REMEDIES, Why
 from tokencustody.cli import main
-from tokencustody.export.report import REMEDIES, Why
 
 
 class Ended:

@@ -21,8 +21,8 @@ from tokencustody.database.url import parse_url
 from tokencustody.export import ExportError, ExportOptions, Format, WhyKept, export
 from tokencustody.retention.retention import Retention, Settled
 from tokencustody.schema import tables
-from tokencustody.schema.tables import FenceState
 from tokencustody.spill.marks import Mark, Spill
+from tokencustody.states import FenceState
 from tokencustody.txn.fence import RolloutKey, Stamp
 from tokencustody.txn.selection import RolloutFilter
 

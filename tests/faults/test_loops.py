@@ -16,10 +16,10 @@ from tests.support.staged import stage
 from tokencustody import CaptureStore, SqlStagingStore, SqlTokenSink, open_store
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.database.registry import open_engines
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.errors import StoreClosedError
 from tokencustody.schema import migrate
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.spill.marks import Spill
 from tokencustody.spill.replaying import Replayer
 
@@ -243,7 +243,7 @@ async def test_two_closes_at_once_both_return_when_everything_is_closed(store_ur
 
 def test_a_replayer_is_stopped_though_a_loop_of_its_own_stops_before_it_answers(tmp_path: Path) -> None:
     url = parse_url(tmp_path / "captures.db")
-    replayer = Replayer(Database(url), Spill(tmp_path / "spill", url))
+    replayer = Replayer(CaptureDatabase(url), Spill(tmp_path / "spill", url))
     looked, go_on, busy = threading.Event(), threading.Event(), threading.Event()
 
     async def look() -> None:

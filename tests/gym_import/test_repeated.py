@@ -24,10 +24,10 @@ from tests.support.rich import execute, rows
 from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
 from tokencustody.codec.calls import differing_fields
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.gym_import import Outcome, importing
 from tokencustody.records import TokenEntry
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.schema.tables import entries, fences
 from tokencustody.store import SqlTokenSink, SqlTokenSource
 from tokencustody.txn.sequences import KnownSequences
@@ -197,7 +197,7 @@ async def test_prompts_share_also_when_their_parents_were_long_ago_or_in_an_impo
 async def _stored(url: str, run: str) -> tuple[int, int]:
     """Return the bytes of the payloads, and how many calls lean on their parents."""
     sizes = select(func.sum(func.length(entries.c.payload)), func.count(entries.c.stored_sha256))
-    database = Database(parse_url(url))
+    database = CaptureDatabase(parse_url(url))
     try:
         size, shared = await database.read(
             lambda connection: connection.execute(sizes.where(entries.c.run == run)).one()

@@ -22,9 +22,9 @@ from tests.support.ledger import make_commit
 from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
 from tokencustody.cli import main
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.errors import PayloadConflictError
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.schema.tables import fences, metadata
 from tokencustody.store import CaptureStore
 
@@ -148,7 +148,7 @@ def everything(url: str) -> dict[str, list[tuple[Any, ...]]]:
         }
 
     async def run() -> dict[str, list[tuple[Any, ...]]]:
-        database = Database(parse_url(url))
+        database = CaptureDatabase(parse_url(url))
         try:
             return await database.read(read)
         finally:
@@ -550,7 +550,7 @@ class TestBoth:
                     printed.append(other.submit(cli, *arguments).result())
 
         async def run() -> None:
-            database = Database(parse_url(store_url))
+            database = CaptureDatabase(parse_url(store_url))
             try:
                 await database.write(write)
             finally:

@@ -14,14 +14,14 @@ from tests.support.rollouts import linear_rollout
 from tests.support.rows import rows_of, run_sql
 from tests.support.staged import stage
 from tokencustody import CaptureStore, open_store
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.overview.runs import RunSummary, summarize_runs, total
 from tokencustody.schema import tables
+from tokencustody.schema.opening import CaptureDatabase
 
 
 async def summaries(url: str, run: str | None = None) -> list[RunSummary]:
-    database = Database(parse_url(url), creates=False)
+    database = CaptureDatabase(parse_url(url), creates=False)
     try:
         return await summarize_runs(database, run)
     finally:

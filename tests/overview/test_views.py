@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import filling, plans
+from tests.support import filling
 from tests.support.audited import RUN, ask, fill, set_parent
 from tests.support.entries import make_entry
+from tests.txn import plans
 from tokencustody import open_store
 from tokencustody.database.url import parse_url
 from tokencustody.overview.reading import RolloutReader

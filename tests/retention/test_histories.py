@@ -16,7 +16,7 @@ from tests.support.ledger import make_commit
 from tests.support.staged import Staged, stage
 from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenEntry, open_store
 from tokencustody.retention.retention import Retention, Settled
-from tokencustody.schema.tables import FenceState
+from tokencustody.states import FenceState
 from tokencustody.txn.selection import RolloutFilter
 
 ROLLOUTS = ("a", "ab", "b")

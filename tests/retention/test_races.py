@@ -25,7 +25,7 @@ from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenCaptureReti
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.retention.retention import Retention, Settled
 from tokencustody.schema import migrate, tables
-from tokencustody.schema.tables import FenceState
+from tokencustody.states import FenceState
 from tokencustody.txn.selection import RolloutFilter
 
 RUN = "run-1"

@@ -25,9 +25,9 @@ from tokencustody.retention import retention as retention_module
 from tokencustody.retention.retention import Retention, Settled
 from tokencustody.retention.vacuum import vacuum
 from tokencustody.schema import tables
-from tokencustody.schema.tables import FenceState
 from tokencustody.spill.files import spill_root
 from tokencustody.spill.marks import Mark, Spill
+from tokencustody.states import FenceState
 from tokencustody.store import SqlStagingStore, removal
 from tokencustody.txn.fence import RolloutKey, Stamp
 from tokencustody.txn.selection import RolloutFilter, pages

@@ -16,15 +16,15 @@ from tests.support.entries import REQUEST, continuation, make_entry
 from tests.support.postgres import Server
 from tests.support.rows import rows_of
 from tokencustody import CaptureStore, open_store
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.errors import AccessDeniedError, StagedCallMissingError
 from tokencustody.records import ParentResolutionStatus
 from tokencustody.roles.granting import grant, revoke
-from tokencustody.roles.roles import Role
 from tokencustody.schema import tables
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.spill.marks import Mark, Spill
 from tokencustody.spill.replaying import replay
+from tokencustody.states import Role
 from tokencustody.txn.fence import RolloutKey, Stamp
 
 # What these answer for a rollout, or a staged call, that is not there.
@@ -148,7 +148,7 @@ async def test_marks_of_a_worker_are_replayed_past_those_that_it_may_not_make_wh
         spill.keep(Mark(RolloutKey(run, "marked"), "call-1", Stamp.make(datetime.now(UTC), "test-writer")))
         for run in ("elsewhere", "here")
     )
-    worker, owner = Database(parse_url(database[1])), Database(parse_url(database[0].url))
+    worker, owner = CaptureDatabase(parse_url(database[1])), CaptureDatabase(parse_url(database[0].url))
     try:
         with pytest.raises(AccessDeniedError):
             await replay(worker, spill)

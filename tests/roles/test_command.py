@@ -16,7 +16,7 @@ from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
 from tokencustody.cli import main
 from tokencustody.roles.granting import grant
-from tokencustody.roles.roles import Role
+from tokencustody.states import Role
 from tokencustody.terminal.needs import NEEDS
 
 ROLES = {

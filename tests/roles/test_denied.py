@@ -17,7 +17,8 @@ from tests.support.postgres import Server, fetch
 from tests.support.staged import stage
 from tokencustody import open_store
 from tokencustody.roles.granting import grant
-from tokencustody.roles.roles import OPENING, SECURED, Role
+from tokencustody.roles.roles import OPENING, SECURED
+from tokencustody.states import Role
 
 TOKENS = [918273, 645546, 736251]
 LOG_PROBS = [-0.123456789, -1.987654321, -2.5]

@@ -19,8 +19,9 @@ from tokencustody.cli import main
 from tokencustody.errors import RoleError
 from tokencustody.roles import granting
 from tokencustody.roles.granting import grant, revoke
-from tokencustody.roles.roles import ACCESS, SECURED, Role, identifier
+from tokencustody.roles.roles import ACCESS, SECURED, identifier
 from tokencustody.schema import migrate
+from tokencustody.states import Role
 
 
 class Ended:

@@ -16,7 +16,7 @@ from tokencustody.conformance import CheckStatus, check_conformance, registered_
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.errors import AccessDeniedError
 from tokencustody.roles.granting import grant
-from tokencustody.roles.roles import Role
+from tokencustody.states import Role
 from tokencustody.store import SqlLineageStore, SqlTokenSink
 
 WORKERS = {

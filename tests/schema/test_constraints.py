@@ -21,10 +21,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.errors import CorruptEntryError
 from tokencustody.schema import tables
+from tokencustody.schema.opening import CaptureDatabase
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 KEY = {"run": "run", "rollout_id": "rollout"}
@@ -243,7 +243,7 @@ async def insert_rows(url: str, *rows: tuple[str, dict[str, Any]]) -> None:
         for name, row in rows:
             connection.execute(insert(tables.metadata.tables[name]), row)
 
-    database = Database(parse_url(url))
+    database = CaptureDatabase(parse_url(url))
     try:
         await database.write(work)
     finally:
@@ -327,7 +327,7 @@ async def test_each_required_column_refuses_null(store_url: str) -> None:
 
 async def test_a_fence_stays_while_records_belong_to_it(store_url: str) -> None:
     await insert_rows(store_url, *STORED)
-    database = Database(parse_url(store_url))
+    database = CaptureDatabase(parse_url(store_url))
 
     def remove(connection: Connection) -> None:
         connection.execute(tables.fences.delete())

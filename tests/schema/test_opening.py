@@ -9,11 +9,11 @@ import pytest
 
 from tests.support import probes
 from tokencustody import open_store
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.errors import CorruptEntryError, SchemaMismatchError
 from tokencustody.overview.runs import summarize_runs
 from tokencustody.schema import migrate
+from tokencustody.schema.opening import CaptureDatabase
 
 
 async def refusal(url: str) -> str:
@@ -151,7 +151,7 @@ async def test_what_the_tables_lack_is_told_by_the_check_that_is_named(empty_url
     migrate.upgrade(empty_url)
     # SQLite would not rename what its views name.
     probes.run_script(empty_url, f"DROP VIEW audit_exports; DROP VIEW audit_rollouts; {lost}")
-    database = Database(parse_url(empty_url))
+    database = CaptureDatabase(parse_url(empty_url))
     try:
         with pytest.raises(CorruptEntryError) as refused:
             await summarize_runs(database)

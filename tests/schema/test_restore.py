@@ -17,8 +17,9 @@ from tokencustody import open_store
 from tokencustody.errors import SchemaMismatchError
 from tokencustody.roles.catalogue import Granted
 from tokencustody.roles.granting import grant, revoke, roles
-from tokencustody.roles.roles import Role, identifier
+from tokencustody.roles.roles import identifier
 from tokencustody.schema import migrate
+from tokencustody.states import Role
 from tokencustody.verify import verify
 
 ALTERED = {

@@ -9,8 +9,9 @@ import pytest
 from tests.roles.secured import Secured, secured_database
 from tests.support.postgres import Server, fetch
 from tokencustody.roles.granting import grant, roles
-from tokencustody.roles.roles import Role, identifier
+from tokencustody.roles.roles import identifier
 from tokencustody.schema import migrate
+from tokencustody.states import Role
 
 BEFORE = "0004_audit"
 _HELD = """

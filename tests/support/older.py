@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection
 
-from tokencustody.schema.tables import FailureKind, VersionEvent
+from tokencustody.states import FailureKind, VersionEvent
 from tokencustody.store import CaptureStore
 from tokencustody.store.base import now
 from tokencustody.txn.fence import RolloutKey, Stamp, fail_txn, lock_fence_txn

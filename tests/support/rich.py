@@ -14,9 +14,9 @@ from tests.support.ledger import make_commit
 from tests.support.rollouts import linear_rollout
 from tests.support.staged import stage
 from tokencustody import open_store
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.errors import PayloadConflictError
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.schema.tables import exports, metadata
 from tokencustody.staging.records import StagedCallRecord
 from tokencustody.store.base import now
@@ -108,7 +108,7 @@ async def rows(url: str, run: str | None = None) -> dict[str, Counter[str]]:
                 found[table.name] = Counter(repr(tuple(row)) for row in connection.execute(statement))
         return found
 
-    database = Database(parse_url(url), creates=False)
+    database = CaptureDatabase(parse_url(url), creates=False)
     try:
         return await database.read(read)
     finally:
@@ -122,7 +122,7 @@ async def execute(url: str, *statements: Any) -> None:
         for statement in statements:
             connection.execute(statement)
 
-    database = Database(parse_url(url))
+    database = CaptureDatabase(parse_url(url))
     try:
         await database.write(work)
     finally:

@@ -21,7 +21,7 @@ from tokencustody import TokenEntry, open_store
 from tokencustody.errors import PayloadConflictError
 from tokencustody.export import ExportOptions, export
 from tokencustody.roles.granting import grant
-from tokencustody.roles.roles import Role
+from tokencustody.states import Role
 from tokencustody.store import CaptureStore
 from tokencustody.txn.deltas import broken_deltas
 from tokencustody.verify import verify

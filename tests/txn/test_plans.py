@@ -15,17 +15,18 @@ from typing import Any
 
 import pytest
 
-from tests.support import databases, filling, plans
+from tests.support import databases, filling
 from tests.support.entries import REQUEST, continuation, make_entry
 from tests.support.ledger import make_commit
 from tests.support.postgres import Server
 from tests.support.probes import run_script
 from tests.support.staged import stage
+from tests.txn import plans
 from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenEntry, open_store
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.errors import PayloadConflictError
 from tokencustody.retention.retention import Retention
-from tokencustody.schema.tables import FenceState
+from tokencustody.states import FenceState
 from tokencustody.txn.fence import RolloutKey
 from tokencustody.txn.selection import RolloutFilter, pages
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from tests.export.exports import RUN, put_linear
 from tests.support.rows import run_sql
 from tokencustody import open_store
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.export import ExportOptions, export
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.txn.selection import RolloutFilter, pages
 
 
 async def names(url: str, *, exported: bool) -> list[str]:
     """Return the rollouts that a filter finds."""
-    database = Database(parse_url(url))
+    database = CaptureDatabase(parse_url(url))
     try:
         wanted = RolloutFilter(run=RUN, exported=exported)
         return [row.rollout_id async for page in pages(database, wanted) for row in page]

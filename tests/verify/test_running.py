@@ -22,9 +22,8 @@ from tests.support.machine import needs_linux
 from tests.support.rollouts import linear_rollout
 from tests.verify.verifying import OTHER_RUN, RUN, behind, change, fill
 from tokencustody import open_store
-from tokencustody.errors import AccessDeniedError, InvalidRecordError
-from tokencustody.overview.reading import RolloutNotFoundError
-from tokencustody.schema.tables import FenceState
+from tokencustody.errors import AccessDeniedError, InvalidRecordError, RolloutNotFoundError
+from tokencustody.states import FenceState
 from tokencustody.txn.selection import RolloutFilter
 from tokencustody.verify import Rule, running, verify
 

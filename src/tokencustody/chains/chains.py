@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from tokencustody.chains.engine_fields import EngineFields, engine_fields
 from tokencustody.chains.reading import FrozenRollout
-from tokencustody.chains.rules import OnBreak, RowRules, SharedCalls
+from tokencustody.chains.reasons import HARMLESS, LeftOut, Shape, Why
+from tokencustody.chains.rules import RowRules
 from tokencustody.chains.segments import Placed, Segments
-from tokencustody.export.report import HARMLESS, LeftOut, Shape, Why
+from tokencustody.states import OnBreak, SharedCalls
 
 _LOST_PARENTS = {Why.PARENT_MISSING, Why.PARENT_CYCLE}
 

@@ -12,7 +12,8 @@ from sqlalchemy import Connection, select, tuple_
 from tokencustody.codec.chains import unpack_calls
 from tokencustody.errors import CorruptEntryError
 from tokencustody.records import TokenEntry
-from tokencustody.schema.tables import FenceState, entries, failures, fences, staged_calls, stored_payload
+from tokencustody.schema.tables import entries, failures, fences, staged_calls, stored_payload
+from tokencustody.states import FenceState
 from tokencustody.store.ledger import ledger_rows_txn
 from tokencustody.txn.fence import RolloutKey, of_rollout
 from tokencustody.txn.reading import IS_CONFLICTING

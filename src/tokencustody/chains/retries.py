@@ -14,7 +14,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tokencustody.chains.reading import FrozenRollout
-from tokencustody.export.report import Why
+from tokencustody.chains.reasons import Why
 from tokencustody.records import ParentResolutionStatus, TokenEntry
 
 # The parent of a call of which none is known.

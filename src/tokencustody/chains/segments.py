@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tokencustody.chains.reading import FrozenRollout
+from tokencustody.chains.reasons import LeftOut, Why
 from tokencustody.chains.retries import Settled, settle
-from tokencustody.chains.rules import OnBreak, RowRules, Siblings
+from tokencustody.chains.rules import RowRules
 from tokencustody.codec.id_columns import digest_of_ids
 from tokencustody.errors import LineageError
-from tokencustody.export.report import LeftOut, Why
 from tokencustody.lineage import check_recorded
 from tokencustody.records import ParentResolutionStatus, TokenEntry
+from tokencustody.states import OnBreak, Siblings
 
 _MAX_INT64 = 2**63 - 1
 

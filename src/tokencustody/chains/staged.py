@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from tokencustody.chains.chains import Chain, Link
 from tokencustody.chains.engine_fields import EngineFields, routed_text
 from tokencustody.chains.reading import FrozenRollout
+from tokencustody.chains.reasons import LeftOut, Why
 from tokencustody.codec.staged import unpack_call, unpack_extras
-from tokencustody.export.report import LeftOut, Why
 from tokencustody.records import ParentResolutionStatus, compute_digest
 from tokencustody.staging.rebuild import LinearizedRow, ReceiptVerificationError, verify_and_linearize
 from tokencustody.staging.records import RolloutReceipt

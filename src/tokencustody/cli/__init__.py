@@ -25,7 +25,7 @@ from tokencustody.schema.command import db
 from tokencustody.spill.command import spill
 from tokencustody.sql_prompt.command import sql
 from tokencustody.terminal.output import OutputError, checked_output
-from tokencustody.terminal.printing import print_error
+from tokencustody.terminal.printing import is_expected, print_error
 from tokencustody.terminal.waiting import told
 from tokencustody.verify.command import verify
 
@@ -84,23 +84,3 @@ def main() -> None:
             raise
         print_error(exc)
         raise SystemExit(1) from None
-
-
-def is_expected(exc: Exception) -> bool:
-    """Return whether a person can do something about it; anything else is a fault of ours and keeps its traceback."""
-    from tokencustody import errors
-    from tokencustody.export import ExportError
-    from tokencustody.overview.reading import RolloutNotFoundError
-
-    return isinstance(
-        exc,
-        errors.BackupError
-        | errors.CorruptEntryError
-        | errors.DurabilityError
-        | errors.InvalidRecordError
-        | errors.RoleError
-        | errors.SchemaMismatchError
-        | errors.StoreUnavailableError
-        | ExportError
-        | RolloutNotFoundError,
-    )

@@ -14,7 +14,7 @@ from tokencustody.codec.exact_json import require_json
 from tokencustody.codec.staged import check_size, where
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.ids import check_call_id
-from tokencustody.schema.tables import AttachmentKind
+from tokencustody.states import AttachmentKind
 
 # What a row of `staged_attachments` says about its value besides the value itself.
 IDENTITY_COLUMNS = ("name", "kind", "dtype", "shape", "data_sha256")

@@ -5,15 +5,20 @@ It runs against any sink, source, lineage resolver, capture ledger and staging s
 (`tokencustody conformance --url URL`).
 """
 
-from tokencustody.conformance.registry import Check, registered_checks
-from tokencustody.conformance.report import (
-    Capability,
-    CheckResult,
-    CheckStatus,
-    ConformanceError,
-    ConformanceReport,
-)
-from tokencustody.conformance.runner import Written, check_conformance, run_conformance
+from typing import TYPE_CHECKING
+
+from tokencustody.lazy import names
+
+if TYPE_CHECKING:
+    from tokencustody.conformance.registry import Check, registered_checks
+    from tokencustody.conformance.report import (
+        Capability,
+        CheckResult,
+        CheckStatus,
+        ConformanceError,
+        ConformanceReport,
+    )
+    from tokencustody.conformance.runner import Written, check_conformance, run_conformance
 
 __all__ = [
     "Capability",
@@ -27,3 +32,17 @@ __all__ = [
     "registered_checks",
     "run_conformance",
 ]
+
+__getattr__ = names(
+    __name__,
+    Capability="conformance.report",
+    Check="conformance.registry",
+    CheckResult="conformance.report",
+    CheckStatus="conformance.report",
+    ConformanceError="conformance.report",
+    ConformanceReport="conformance.report",
+    Written="conformance.runner",
+    check_conformance="conformance.runner",
+    registered_checks="conformance.registry",
+    run_conformance="conformance.runner",
+)

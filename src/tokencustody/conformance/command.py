@@ -124,12 +124,12 @@ async def _run(
 
 async def _reach_as_owner(url: str, run: str) -> None:
     """Delete a rollout that is not there, which PostgreSQL denies to whoever may not delete what the checks write."""
-    from tokencustody.database.transactions import Database
     from tokencustody.database.url import parse_url
+    from tokencustody.schema.opening import CaptureDatabase
     from tokencustody.store.removal import delete_txn
     from tokencustody.txn.fence import RolloutKey
 
-    database = Database(parse_url(url), pool_size=1)
+    database = CaptureDatabase(parse_url(url), pool_size=1)
     try:
         await database.write(lambda connection: delete_txn(connection, RolloutKey(run, _ROLLOUT_ID)))
     finally:

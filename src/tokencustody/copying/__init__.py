@@ -1,7 +1,25 @@
 """Copying rollouts from one database to another."""
 
-from tokencustody.copying.copier import Copier
-from tokencustody.copying.deciding import Outcome
-from tokencustody.copying.report import CopiedRollout, CopyReport
+from typing import TYPE_CHECKING
 
-__all__ = ["CopiedRollout", "Copier", "CopyReport", "Outcome"]
+from tokencustody.lazy import names
+
+if TYPE_CHECKING:
+    from tokencustody.copying.copier import Copier
+    from tokencustody.copying.deciding import Outcome
+    from tokencustody.copying.report import CopiedRollout, CopyReport
+
+__all__ = [
+    "CopiedRollout",
+    "Copier",
+    "CopyReport",
+    "Outcome",
+]
+
+__getattr__ = names(
+    __name__,
+    CopiedRollout="copying.report",
+    Copier="copying.copier",
+    CopyReport="copying.report",
+    Outcome="copying.deciding",
+)

@@ -15,14 +15,15 @@ from tokencustody.copying.report import CopiedRollout, CopyReport
 from tokencustody.copying.rows import DamagedRowError, Image, Spool, image_txn, proven_image_txn, row_key
 from tokencustody.database import registry
 from tokencustody.database.dialects import insert_if_absent
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import DatabaseUrl, parse_url
 from tokencustody.errors import DamagedMarkError, InvalidRecordError, StoreUnavailableError
 from tokencustody.schema import migrate
-from tokencustody.schema.tables import FenceState, fences, intents, staged_calls
+from tokencustody.schema.opening import CaptureDatabase
+from tokencustody.schema.tables import fences, intents, staged_calls
 from tokencustody.spill.files import spill_root
 from tokencustody.spill.marks import Spill
 from tokencustody.spill.replaying import how_to_decide
+from tokencustody.states import FenceState
 from tokencustody.store.base import SqlStore
 from tokencustody.txn import selection
 from tokencustody.txn.asked import check_asked, reach
@@ -69,7 +70,9 @@ class Copier:
     ) -> None:
         self._addresses = source, target
         self._deadline = deadline
-        self._source = Database(parse_url(source), deadline=_LONGEST_TRANSACTION, pool_size=1, read_only=True)
+        self._source = CaptureDatabase(
+            parse_url(source), deadline=_LONGEST_TRANSACTION, pool_size=1, read_only=True
+        )
         self._target = _Target(target, deadline=_LONGEST_TRANSACTION, pool_size=1)
 
     async def close(self) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tokencustody.copying.rows import STAGED, TABLES, Image, RowKey
-from tokencustody.schema.tables import FenceState, exports, fences, intents, snapshot_versions
+from tokencustody.schema.tables import exports, fences, intents, snapshot_versions
+from tokencustody.states import FenceState
 
 # What no row may be missing from, or be too many in, when a fence moves on.
 _RECORDS = tuple(table for table in TABLES if table not in (*STAGED, exports, fences, snapshot_versions))

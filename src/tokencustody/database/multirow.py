@@ -22,7 +22,7 @@ from sqlalchemy import (
     Text,
 )
 
-from tokencustody.schema.tables import UtcTime
+from tokencustody.database.utc_time import UtcTime
 
 _TYPES: dict[type[Any], str] = {
     Text: "text",

@@ -36,18 +36,14 @@ from tokencustody.database.engine import (
 )
 from tokencustody.database.faults import Fault, classify, damage, reach, reach_beside, unavailable
 from tokencustody.database.postgresql import PostgresqlEngines, Statement
-from tokencustody.database.remedies import missing
 from tokencustody.database.sqlite_files import gone
 from tokencustody.database.url import DatabaseUrl
 from tokencustody.errors import (
     InvalidRecordError,
     PayloadConflictError,
     StoreClosedError,
-    StoreUnavailableError,
     TokenCaptureFrozenError,
 )
-from tokencustody.schema import migrate
-from tokencustody.schema.migrations import prepare
 from tokencustody.waits import waiting
 
 Item = TypeVar("Item")
@@ -109,14 +105,19 @@ class Database:
         self._creates = creates and not read_only
         with _making:
             telemetry.publish()
-            if url.is_sqlite and self._creates:
-                prepare()
+            self._make_ready()
         self._coalesce = Coalesce(coalesce)
         self._key = EngineKey(url, pool_size, deadline, read_only)
         # The SQLite file that this store has used, in whatever loop or process.
         self._file: Hashable = None
         self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
         self._closed = False
+
+    def _make_ready(self) -> None:
+        """Import or make what the first call would: see `_making`."""
+
+    async def _find_tables(self, engines: Engines) -> None:
+        """Find the tables there before the first transaction. Raises what a caller is to meet who has none."""
 
     @contextmanager
     def doors(self) -> Iterator[Doors]:
@@ -317,11 +318,7 @@ class Database:
 
     async def _checked(self, engines: Engines, give_up: float) -> None:
         async with asyncio.timeout_at(give_up):
-            if self.url.is_sqlite and await migrate.is_new_sqlite(self.url, read_only=self._key.read_only):
-                if not self._creates:
-                    raise StoreUnavailableError(missing(self.url))
-                await migrate.create_sqlite(self.url)
-            await engines.read(lambda connection: migrate.ensure_current(connection, self.url.display))
+            await self._find_tables(engines)
             registry.remember(self.url, await engines.identify())
             engines.checked = True
 

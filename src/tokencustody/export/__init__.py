@@ -1,9 +1,16 @@
 """Frozen rollouts as files for training: Parquet chains, Gym's token files, or one call a line."""
 
-from tokencustody.chains.rules import OnBreak, SharedCalls, Siblings
-from tokencustody.export.exporting import export
-from tokencustody.export.options import ExportOptions, Format
-from tokencustody.export.report import ExportError, ExportReport, Kept, LeftOut, Why, WhyKept
+from typing import TYPE_CHECKING
+
+from tokencustody.lazy import names
+
+if TYPE_CHECKING:
+    from tokencustody.chains.reasons import LeftOut, Why
+    from tokencustody.errors import ExportError
+    from tokencustody.export.exporting import export
+    from tokencustody.export.options import ExportOptions
+    from tokencustody.export.report import ExportReport, Kept, WhyKept
+    from tokencustody.states import Format, OnBreak, SharedCalls, Siblings
 
 __all__ = [
     "ExportError",
@@ -19,3 +26,19 @@ __all__ = [
     "WhyKept",
     "export",
 ]
+
+__getattr__ = names(
+    __name__,
+    ExportError="errors",
+    ExportOptions="export.options",
+    ExportReport="export.report",
+    Format="states",
+    Kept="export.report",
+    LeftOut="chains.reasons",
+    OnBreak="states",
+    SharedCalls="states",
+    Siblings="states",
+    Why="chains.reasons",
+    WhyKept="export.report",
+    export="export.exporting",
+)

@@ -6,12 +6,14 @@ from collections import Counter
 
 from sqlalchemy import Connection, func, select
 
+from tokencustody.chains.reasons import Why
 from tokencustody.database.transactions import Database
+from tokencustody.errors import ExportError
 from tokencustody.export.folder import ExportFolder
-from tokencustody.export.options import ExportOptions, Format
-from tokencustody.export.report import ExportError, ExportReport, Why
+from tokencustody.export.options import ExportOptions
+from tokencustody.export.report import ExportReport
 from tokencustody.export.rewards import Rewards
-from tokencustody.schema.tables import FenceState
+from tokencustody.states import FenceState, Format
 from tokencustody.txn.selection import select_fences
 
 

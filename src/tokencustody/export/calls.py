@@ -10,10 +10,11 @@ import orjson
 
 from tokencustody.chains.chains import count_not_finite, shape_of
 from tokencustody.chains.reading import FrozenRollout, making_sense
+from tokencustody.chains.reasons import LeftOut, Why
 from tokencustody.codec.exact_json import encode_json
 from tokencustody.codec.staged import unpack_call
 from tokencustody.export.folder import ExportFolder
-from tokencustody.export.report import Exported, LeftOut, Why
+from tokencustody.export.report import Exported
 from tokencustody.schema.tables import ledger_calls
 
 _LEDGER_COLUMNS = [

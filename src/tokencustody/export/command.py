@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokencustody.schema.command import Url
+from tokencustody.states import Format, OnBreak, SharedCalls, Siblings
 from tokencustody.terminal.printing import console, literal, plural, print_json, printable
 
 if TYPE_CHECKING:
     from tokencustody.export import ExportReport
 
 _SHOWN = 20
-
-
-class Format(StrEnum):
-    """The formats of `audit.export.Format`, which loads SQLAlchemy."""
-
-    PARQUET = "parquet"
-    GYM = "gym"
-    CALLS = "calls"
-
-
-class SharedCalls(StrEnum):
-    """The choices of `audit.export.SharedCalls`, which loads SQLAlchemy."""
-
-    FIRST = "first"
-    EVERY = "every"
-
-
-class OnBreak(StrEnum):
-    """The choices of `audit.export.OnBreak`, which loads SQLAlchemy."""
-
-    SPLIT = "split"
-    MASK = "mask"
-    FIRST = "first"
-
-
-class Siblings(StrEnum):
-    """The choices of `audit.export.Siblings`, which loads SQLAlchemy."""
-
-    SETTLE = "settle"
-    KEEP = "keep"
 
 
 def export(
@@ -222,7 +192,7 @@ def _plain(report: ExportReport) -> dict[str, Any]:
 def _print(report: ExportReport) -> None:
     from rich.table import Table
 
-    from tokencustody.export.report import remedy
+    from tokencustody.chains.reasons import remedy
 
     out = console(folds=True)
     state = "was finished before" if report.already_finished else "resumed" if report.resumed else "written"

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from tokencustody.chains.reading import FrozenRollout, RolloutRows, making_sense, rollout_txn
+from tokencustody.chains.reasons import LeftOut, Why
 from tokencustody.database.faults import reach
 from tokencustody.database.folders import local_path
 from tokencustody.database.registry import identity_of
 from tokencustody.database.transactions import Database
 from tokencustody.database.url import DatabaseUrl, parse_url
-from tokencustody.errors import CorruptEntryError
+from tokencustody.errors import CorruptEntryError, ExportError
 from tokencustody.export.beginning import check_runs, report_of_nothing, why_not
 from tokencustody.export.calls import CallsPart
 from tokencustody.export.folder import ExportFolder, saying
@@ -31,11 +32,12 @@ from tokencustody.export.manifest import (
     read_manifest,
     report_of_none,
 )
-from tokencustody.export.options import ExportOptions, Format
+from tokencustody.export.options import ExportOptions
 from tokencustody.export.parquet import ParquetPart, require_pyarrow
-from tokencustody.export.report import Exported, ExportError, ExportReport, LeftOut, Part, Why, WrittenFile
+from tokencustody.export.report import Exported, ExportReport, Part, WrittenFile
 from tokencustody.export.rewards import Rewards, read_rewards
-from tokencustody.schema.tables import FenceState
+from tokencustody.schema.opening import CaptureDatabase
+from tokencustody.states import FenceState, Format
 from tokencustody.store.base import now
 from tokencustody.txn.asked import check_asked
 from tokencustody.txn.fence import RolloutKey
@@ -100,7 +102,7 @@ async def export(
         raise ValueError(f"rewards are joined to Parquet rows, not to {options.format}")
     folder = ExportFolder(local_path(destination, "an export"))
     joined = read_rewards(local_path(rewards, "a file of rewards")) if rewards is not None else Rewards()
-    database = Database(parse_url(url), deadline=deadline, pool_size=1, read_only=True)
+    database = CaptureDatabase(parse_url(url), deadline=deadline, pool_size=1, read_only=True)
     marks = ExportMarks(url, deadline=deadline, pool_size=1, spill=spill)
     try:
         # The database first: an address, or a name, that leads nowhere leaves no folder behind.

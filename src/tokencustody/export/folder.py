@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tokencustody.database.folders import make_folder, sync_folder
-from tokencustody.export.report import ExportError, Part, WrittenFile
+from tokencustody.errors import ExportError
+from tokencustody.export.report import Part, WrittenFile
 
 # Underscores: readers of whole folders (pandas, pyarrow, Spark) take every other file for a part.
 MANIFEST = "_manifest.json"

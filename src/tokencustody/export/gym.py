@@ -12,10 +12,11 @@ from typing import Any
 
 from tokencustody.chains.chains import shape_of
 from tokencustody.chains.reading import FrozenRollout, making_sense
+from tokencustody.chains.reasons import LeftOut, Why
 from tokencustody.chains.staged import staged_left_out
 from tokencustody.export.calls import sorted_json, strict_json
 from tokencustody.export.folder import ExportFolder
-from tokencustody.export.report import Exported, LeftOut, Why
+from tokencustody.export.report import Exported
 from tokencustody.txn.ledger_rows import manifest_of, record_of
 
 # As long as a file name may be, and the longest ending.

@@ -10,9 +10,10 @@ from sqlalchemy import BigInteger, Connection, and_, bindparam, select, tuple_
 
 from tokencustody.database.dialects import insert_if_absent
 from tokencustody.database.faults import reach
-from tokencustody.errors import DamagedMarkError
-from tokencustody.export.report import Exported, ExportError, Kept, WhyKept
-from tokencustody.schema.tables import FenceState, exports, fences, snapshot_versions
+from tokencustody.errors import DamagedMarkError, ExportError
+from tokencustody.export.report import Exported, Kept, WhyKept
+from tokencustody.schema.tables import exports, fences, snapshot_versions
+from tokencustody.states import FenceState
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.source import drop_txn
 from tokencustody.txn.fence import RolloutKey, Stamp, find_fence_txn, happened_txn, of_rollout

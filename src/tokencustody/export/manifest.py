@@ -8,9 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tokencustody.export.options import ExportOptions, Format
-from tokencustody.export.report import Exported, ExportReport, LeftOut, Part, Why, remedy
+from tokencustody.chains.reasons import LeftOut, Why, remedy
+from tokencustody.export.options import ExportOptions
+from tokencustody.export.report import Exported, ExportReport, Part
 from tokencustody.export.rewards import Rewards
+from tokencustody.states import Format
 from tokencustody.store.base import now
 
 # 2: rows are cut into segments and retries are settled. 3: `is_held` counts staged calls and masked rollouts.

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from enum import StrEnum
 from typing import Any
 
-from tokencustody.chains.rules import OnBreak, RowRules, SharedCalls, Siblings
+from tokencustody.chains.rules import RowRules
 from tokencustody.errors import InvalidRecordError
 from tokencustody.export.rewards import Rewards
 from tokencustody.records import shown
+from tokencustody.states import Format, OnBreak, SharedCalls, Siblings
 from tokencustody.txn.selection import RolloutFilter
 
 DEFAULT_ROWS_PER_FILE = 50_000
 DEFAULT_MAX_BYTES = 2**30
-
-
-class Format(StrEnum):
-    """What the files are."""
-
-    PARQUET = "parquet"
-    GYM = "gym"
-    CALLS = "calls"
 
 
 @dataclass(frozen=True, slots=True)

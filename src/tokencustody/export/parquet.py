@@ -12,10 +12,12 @@ from typing import Any
 
 from tokencustody.chains.chains import Chain, Forest, count_not_finite, shape_of
 from tokencustody.chains.reading import FrozenRollout, making_sense
+from tokencustody.chains.reasons import LeftOut, Shape, Why
 from tokencustody.chains.rules import RowRules
 from tokencustody.chains.staged import staged_chain, staged_left_out
+from tokencustody.errors import ExportError
 from tokencustody.export.folder import ExportFolder
-from tokencustody.export.report import Exported, ExportError, LeftOut, Shape, Why
+from tokencustody.export.report import Exported
 from tokencustody.export.rewards import Rewards
 
 # Tokens, of 17 bytes each, that are held before they are written.

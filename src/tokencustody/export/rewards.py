@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tokencustody.export.report import ExportError
+from tokencustody.errors import ExportError
 from tokencustody.txn.fence import RolloutKey
 
 _ENOUGH = 20

@@ -1,6 +1,28 @@
 """Importing folders of NeMo Gym's file store."""
 
-from tokencustody.gym_import.importing import GymImporter
-from tokencustody.gym_import.report import Finding, FindingKind, ImportedRollout, ImportReport, Outcome
+from typing import TYPE_CHECKING
 
-__all__ = ["Finding", "FindingKind", "GymImporter", "ImportReport", "ImportedRollout", "Outcome"]
+from tokencustody.lazy import names
+
+if TYPE_CHECKING:
+    from tokencustody.gym_import.importing import GymImporter
+    from tokencustody.gym_import.report import Finding, FindingKind, ImportedRollout, ImportReport, Outcome
+
+__all__ = [
+    "Finding",
+    "FindingKind",
+    "GymImporter",
+    "ImportReport",
+    "ImportedRollout",
+    "Outcome",
+]
+
+__getattr__ = names(
+    __name__,
+    Finding="gym_import.report",
+    FindingKind="gym_import.report",
+    GymImporter="gym_import.importing",
+    ImportReport="gym_import.report",
+    ImportedRollout="gym_import.report",
+    Outcome="gym_import.report",
+)

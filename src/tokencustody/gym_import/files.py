@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokencustody.errors import InvalidRecordError, StoreUnavailableError
+from tokencustody.errors import InvalidRecordError, RolloutNotFoundError, StoreUnavailableError
 from tokencustody.gym_import.report import Finding, FindingKind
 from tokencustody.ids import check_rollout_id
-from tokencustody.overview.reading import RolloutNotFoundError
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES
 
 _TOKENS, _STATE, _INTENTS, _MARKS, _LOCK, _LEDGER = (

@@ -7,16 +7,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select
 
-from tokencustody.schema.tables import (
-    FailureKind,
-    FenceState,
-    entries,
-    failures,
-    fences,
-    intents,
-    ledger_calls,
-    ledger_failures,
-)
+from tokencustody.schema.tables import entries, failures, fences, intents, ledger_calls, ledger_failures
+from tokencustody.states import FailureKind, FenceState
 from tokencustody.txn.fence import Fence, RolloutKey, of_call, of_rollout
 
 _LEDGER_CALL = select(ledger_calls).where(of_call(ledger_calls))

@@ -11,11 +11,10 @@ from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
 from tokencustody.database.folders import local_path
-from tokencustody.errors import CorruptEntryError, DamagedMarkError, InvalidRecordError
+from tokencustody.errors import CorruptEntryError, DamagedMarkError, InvalidRecordError, RolloutNotFoundError
 from tokencustody.gym_import.files import RolloutFiles, UnreadableFileError, scan
 from tokencustody.gym_import.report import FindingKind, ImportedRollout, ImportReport, Outcome
 from tokencustody.gym_import.walking import RefusedError, Walk
-from tokencustody.overview.reading import RolloutNotFoundError
 from tokencustody.schema import migrate
 from tokencustody.schema.tables import fences
 from tokencustody.store.base import SqlStore, now

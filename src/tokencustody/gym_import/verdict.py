@@ -9,7 +9,8 @@ from typing import Any
 from sqlalchemy import Connection, insert
 
 from tokencustody.gym_import.files import State
-from tokencustody.schema.tables import FailureKind, FenceState, VersionEvent, intents
+from tokencustody.schema.tables import intents
+from tokencustody.states import FailureKind, FenceState, VersionEvent
 from tokencustody.store.ledger import add_row_txn
 from tokencustody.txn.fence import (
     Fence,

@@ -24,7 +24,8 @@ from tokencustody.gym_import.verdict import Verdict
 from tokencustody.ids import is_call_id
 from tokencustody.lineage import FINGERPRINT_VERSIONS
 from tokencustody.records import TokenEntry
-from tokencustody.schema.tables import FenceState, entries, ledger_failures
+from tokencustody.schema.tables import entries, ledger_failures
+from tokencustody.states import FenceState
 from tokencustody.txn.fence import Fence, RolloutKey, Stamp
 from tokencustody.txn.ledger_rows import is_same_call
 from tokencustody.txn.putting import Put, conflict_evidence, read_base, read_call_txn

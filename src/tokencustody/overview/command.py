@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokencustody.schema.command import Url
+from tokencustody.states import FenceState
 from tokencustody.terminal.printing import as_json, console, print_json
 
 if TYPE_CHECKING:
@@ -19,18 +19,10 @@ DEADLINE = 10.0
 _ROWS_FOR_A_PERSON = 50
 
 
-class State(StrEnum):
-    """The states of `sql.tables.FenceState`, which loads SQLAlchemy."""
-
-    OPEN = "open"
-    FROZEN = "frozen"
-    RETIRED = "retired"
-
-
 def rollouts(
     url: Url,
     run: Annotated[str | None, typer.Option(help="Only this run; without it, all runs.")] = None,
-    state: Annotated[State | None, typer.Option(help="Only rollouts in this state.")] = None,
+    state: Annotated[FenceState | None, typer.Option(help="Only rollouts in this state.")] = None,
     incomplete: Annotated[
         bool | None, typer.Option("--incomplete/--complete", help="Only rollouts with this verdict.")
     ] = None,
@@ -48,12 +40,9 @@ def rollouts(
     Changes nothing.
     """
     from tokencustody.overview.rollout_views import footer, narrow_table, rollouts_table, whys
-    from tokencustody.schema.tables import FenceState
     from tokencustody.txn.selection import RolloutFilter
 
-    wanted = RolloutFilter(
-        run=run, state=FenceState(state) if state else None, incomplete=incomplete, prefix=prefix
-    )
+    wanted = RolloutFilter(run=run, state=state, incomplete=incomplete, prefix=prefix)
     if limit is None and not json:
         limit = _ROWS_FOR_A_PERSON
     page = asyncio.run(_read_rollouts(url, wanted, limit))

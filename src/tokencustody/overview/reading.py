@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, Subquery, Table, and_, case, func, select
 
+from tokencustody.errors import RolloutNotFoundError
 from tokencustody.ids import check_rollout_id
 from tokencustody.overview.summaries import (
     CallSummary,
@@ -23,8 +24,6 @@ from tokencustody.overview.summaries import (
     Version,
 )
 from tokencustody.schema.tables import (
-    FenceState,
-    VersionEvent,
     entries,
     failures,
     fences,
@@ -33,6 +32,7 @@ from tokencustody.schema.tables import (
     ledger_failures,
     snapshot_versions,
 )
+from tokencustody.states import FenceState, VersionEvent
 from tokencustody.store.base import SqlStore
 from tokencustody.txn.fence import RolloutKey, of_rollout
 from tokencustody.txn.selection import RolloutFilter, select_fences
@@ -42,10 +42,6 @@ _HISTORY = [
     snapshot_versions.c[name]
     for name in ("version", "event", "model_call_id", "snapshot_id", "recorded_at", "written_by")
 ]
-
-
-class RolloutNotFoundError(LookupError):
-    """No rollout, or more than one, has the id that was asked for. The message says where and what to do."""
 
 
 class RolloutReader(SqlStore):

@@ -25,7 +25,7 @@ from tokencustody.overview.summaries import (
     Totals,
     Version,
 )
-from tokencustody.schema.tables import FenceState
+from tokencustody.states import FenceState
 from tokencustody.terminal.printing import literal, moment, plural, printable
 
 _NAMED_CALLS = 5

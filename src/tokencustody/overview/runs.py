@@ -12,7 +12,6 @@ from sqlalchemy import BigInteger, Connection, Select, and_, case, func, or_, se
 from tokencustody.database.dialects import is_postgresql
 from tokencustody.database.transactions import Database
 from tokencustody.schema.tables import (
-    FenceState,
     entries,
     fences,
     ledger_calls,
@@ -20,6 +19,7 @@ from tokencustody.schema.tables import (
     staged_attachments,
     staged_calls,
 )
+from tokencustody.states import FenceState
 from tokencustody.txn.selection import IS_EXPORTED, IS_PARTLY_EXPORTED
 
 

@@ -45,13 +45,13 @@ def runs(
 
 
 async def _read(url: str) -> list[RunSummary]:
-    from tokencustody.database.transactions import Database
     from tokencustody.database.url import parse_url
     from tokencustody.overview.runs import summarize_runs
+    from tokencustody.schema.opening import CaptureDatabase
     from tokencustody.txn.asked import reach
 
     await reach(url)
-    database = Database(parse_url(url), deadline=DEADLINE, read_only=True)
+    database = CaptureDatabase(parse_url(url), deadline=DEADLINE, read_only=True)
     try:
         return await summarize_runs(database)
     finally:

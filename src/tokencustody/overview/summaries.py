@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from tokencustody.schema.tables import FenceState, VersionEvent
+from tokencustody.states import FenceState, VersionEvent
 
 
 class ReasonKind(StrEnum):

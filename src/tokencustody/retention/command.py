@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokencustody.overview.command import State
 from tokencustody.retention.removal import Removal, ask, ask_name, told, told_of_run
 from tokencustody.schema.command import Url
+from tokencustody.states import FenceState
 from tokencustody.terminal.ages import AGE_HELP, moment_of
 from tokencustody.terminal.printing import as_json, plural
 
@@ -108,7 +108,7 @@ def delete(
     rollout: Rollouts = None,
     run: Run = None,
     state: Annotated[
-        State | None, typer.Option(help="Rollouts in this state; unless given, frozen and retired ones.")
+        FenceState | None, typer.Option(help="Rollouts in this state; unless given, frozen and retired ones.")
     ] = None,
     older_than: OlderThan = None,
     incomplete: Incomplete = None,
@@ -140,7 +140,7 @@ def delete(
     if confirm is not None:
         raise typer.BadParameter("it is for a whole run: give --run and nothing else", param_hint="--confirm")
     # In this order, so that a rollout which is retired meanwhile is not met twice.
-    states = [state] if state else [State.RETIRED, State.FROZEN]
+    states = [state] if state else [FenceState.RETIRED, FenceState.FROZEN]
     wanted = _filters(rollout, states, run, older_than, incomplete, exported, partly_exported, prefix)
     _remove(removal, wanted, rollout, run, dry_run=dry_run, yes=yes)
 
@@ -184,7 +184,6 @@ def gc(
     """
     from tokencustody.database.url import parse_url
     from tokencustody.retention.vacuum import vacuum as shrink
-    from tokencustody.schema.tables import FenceState
     from tokencustody.txn.selection import RolloutFilter
 
     if staged_older_than is None and fences_older_than is None and not vacuum:
@@ -300,7 +299,6 @@ def _filters(
     partly_exported: bool,
     prefix: str | None,
 ) -> list[RolloutFilter]:
-    from tokencustody.schema.tables import FenceState
     from tokencustody.txn.selection import RolloutFilter
 
     if partly_exported and exported is not None:
@@ -339,7 +337,6 @@ async def _missed(
     retention: Retention, names: Sequence[str], run: str | None, verb: str, settled: set[str]
 ) -> dict[str, str]:
     """Return which of the named rollouts, besides those that are `settled`, are not retired or deleted, and why."""
-    from tokencustody.schema.tables import FenceState
     from tokencustody.txn.selection import RolloutFilter
 
     missed = {}

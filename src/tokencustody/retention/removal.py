@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from tokencustody.overview.command import State
+from tokencustody.states import FenceState
 from tokencustody.terminal.printing import plural, print_json, printable
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _refuse_without_terminal(option: str) -> None:
 def told(extent: Extent) -> str:
     from rich.filesize import decimal
 
-    states = [f"{getattr(extent, state):,} {state}" for state in State if getattr(extent, state)]
+    states = [f"{getattr(extent, state):,} {state}" for state in FenceState if getattr(extent, state)]
     notes = ", ".join(
         [
             *states,
@@ -184,7 +184,7 @@ def told(extent: Extent) -> str:
 
 
 def told_of_run(run: RunSummary) -> str:
-    states = [f"{getattr(run, state):,} {state}" for state in State if getattr(run, state)]
+    states = [f"{getattr(run, state):,} {state}" for state in FenceState if getattr(run, state)]
     exported = f"{run.rollouts - run.exported:,} never exported, {run.partly_exported:,} partly exported"
     notes = f" ({', '.join([*states, exported])})" if run.rollouts else ""
     calls = f"{plural(run.calls, 'call')}, {plural(run.staged_calls, 'staged call')}"

@@ -34,7 +34,8 @@ from tokencustody.database.engine import DEFAULT_DEADLINE
 from tokencustody.errors import DamagedMarkError
 from tokencustody.ids import check_rollout_id
 from tokencustody.overview.runs import RunSummary, summarize_runs
-from tokencustody.schema.tables import FenceState, entries, fences, ledger_calls, staged_calls
+from tokencustody.schema.tables import entries, fences, ledger_calls, staged_calls
+from tokencustody.states import FenceState
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.removal import delete_txn, disposable_txn, dispose_txn, retire_txn
 from tokencustody.txn.asked import check_asked

@@ -17,13 +17,13 @@ from tokencustody.roles.roles import (
     POLICY_PREFIX,
     SECURED,
     Privilege,
-    Role,
     grants,
     identifier,
     literal,
     policy,
 )
 from tokencustody.schema import migrate
+from tokencustody.states import Role
 
 # They see or change the server's files, the log of all databases, or any role.
 _POWERS = {

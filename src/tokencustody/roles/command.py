@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokencustody.schema.command import Json, Url
+from tokencustody.states import Role
 from tokencustody.terminal.printing import as_json, console, literal, print_json, printable
 
 if TYPE_CHECKING:
@@ -18,17 +18,9 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A role of the server,
 Print = Annotated[bool, typer.Option("--print", help="Print the SQL, and change nothing.")]
 
 
-class RoleName(StrEnum):
-    """The roles of `sql.roles.Role`, which loads SQLAlchemy."""
-
-    WORKER = "worker"
-    TRAINER = "trainer"
-    AUDITOR = "auditor"
-
-
 def grant(
     name: Name,
-    role: Annotated[RoleName, typer.Option(help="What NAME is to be.")],
+    role: Annotated[Role, typer.Option(help="What NAME is to be.")],
     url: Url,
     run: Annotated[
         list[str] | None,
@@ -45,13 +37,12 @@ def grant(
     Repeat it after `db upgrade`. Needs the owner of the tables, and holds up writers for a moment.
     """
     from tokencustody.roles.granting import grant
-    from tokencustody.roles.roles import Role
 
-    if role is RoleName.WORKER and not run:
+    if role is Role.WORKER and not run:
         raise typer.BadParameter("a worker writes within its runs: name one", param_hint="--run")
-    if role is RoleName.AUDITOR and run:
+    if role is Role.AUDITOR and run:
         raise typer.BadParameter("an auditor reads every run", param_hint="--run")
-    change = grant(url, Role(role), name, _checked(run), force=force, dry_run=only_print)
+    change = grant(url, role, name, _checked(run), force=force, dry_run=only_print)
     _say(change, only_print=only_print, as_document=as_document)
 
 

@@ -12,8 +12,9 @@ from sqlalchemy.exc import DBAPIError
 from tokencustody.database.url import DatabaseUrl, parse_url
 from tokencustody.errors import RoleError, StoreUnavailableError
 from tokencustody.roles.catalogue import Granted, Place
-from tokencustody.roles.roles import SECURED, Privilege, Role, identifier, privileges
+from tokencustody.roles.roles import SECURED, Privilege, identifier, privileges
 from tokencustody.schema import migrate
+from tokencustody.states import Role
 
 Result = TypeVar("Result")
 

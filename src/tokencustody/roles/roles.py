@@ -12,14 +12,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from sqlalchemy import Table
 
 from tokencustody.schema.tables import (
-    FailureKind,
-    FenceState,
-    VersionEvent,
     entries,
     exports,
     failures,
@@ -33,14 +29,7 @@ from tokencustody.schema.tables import (
     staged_calls,
     wire_schema,
 )
-
-
-class Role(StrEnum):
-    """Who somebody is to a database, besides its owner."""
-
-    WORKER = "worker"
-    TRAINER = "trainer"
-    AUDITOR = "auditor"
+from tokencustody.states import FailureKind, FenceState, Role, VersionEvent
 
 
 @dataclass(frozen=True, slots=True)

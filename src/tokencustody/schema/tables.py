@@ -6,17 +6,13 @@ sequence that rollouts would share.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
     CheckConstraint,
     Column,
-    DateTime,
-    Dialect,
     Double,
     ForeignKeyConstraint,
     Index,
@@ -26,70 +22,13 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     Text,
-    TypeDecorator,
     UniqueConstraint,
     cast,
     text,
 )
 
-
-class FenceState(StrEnum):
-    """The state of a rollout's fence."""
-
-    OPEN = "open"
-    FROZEN = "frozen"
-    RETIRED = "retired"
-
-
-class VersionEvent(StrEnum):
-    """What made a version of a rollout."""
-
-    OPEN = "open"
-    CONFLICT = "conflict"
-    MARK = "mark"
-    REFUSAL = "refusal"
-    FREEZE = "freeze"
-    DROP = "drop"
-    RETIRE = "retire"
-    # Behind a freeze: ledger rows, and calls that were staged.
-    LATE_LEDGER = "late_ledger"
-    LATE_STAGE = "late_stage"
-
-
-class FailureKind(StrEnum):
-    """Why a rollout is incomplete."""
-
-    MARK = "mark"
-    CONFLICT = "conflict"
-    REFUSAL_CONFLICT = "refusal_conflict"
-
-
-class AttachmentKind(StrEnum):
-    """What an attachment was when it was staged, so that it comes back as the same."""
-
-    BYTES = "bytes"
-    TEXT = "text"
-    JSON = "json"
-    BUFFER = "buffer"
-
-
-class UtcTime(TypeDecorator[datetime]):
-    """A moment: timestamptz on PostgreSQL, ISO 8601 text in UTC on SQLite."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        if value is None or dialect.name == "postgresql":
-            return value
-        return value.astimezone(UTC).replace(tzinfo=None)
-
-    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        moment: datetime = value
-        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-
+from tokencustody.database.utc_time import UtcTime
+from tokencustody.states import AttachmentKind, FailureKind, FenceState, VersionEvent
 
 metadata = MetaData()
 

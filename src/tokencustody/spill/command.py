@@ -96,13 +96,13 @@ def replay(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from tokencustody.database.transactions import Database
     from tokencustody.database.url import parse_url
+    from tokencustody.schema.opening import CaptureDatabase
     from tokencustody.spill import replaying
     from tokencustody.spill.marks import Spill
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    database = Database(parse_url(url), deadline=DEADLINE, creates=False)
+    database = CaptureDatabase(parse_url(url), deadline=DEADLINE, creates=False)
     waiting = Spill(_root(folder), parse_url(of) if of else database.url)
     replayed = {True: 0, False: 0}
     err = Console(stderr=True)
@@ -164,15 +164,15 @@ def mark(
     By its name the file belongs to one rollout, by its folder to one database: in no other anything is marked. Where
     --of names the address of that folder, the database must know the rollout.
     """
-    from tokencustody.database.transactions import Database
     from tokencustody.database.url import parse_url
     from tokencustody.ids import check_rollout_id
+    from tokencustody.schema.opening import CaptureDatabase
     from tokencustody.spill.marks import Spill
     from tokencustody.txn.fence import RolloutKey, find_fence_txn
 
     key = RolloutKey(check_rollout_id(run, "run"), check_rollout_id(rollout))
     _refuse_whole(file)
-    database = Database(parse_url(url), deadline=DEADLINE, creates=False)
+    database = CaptureDatabase(parse_url(url), deadline=DEADLINE, creates=False)
     folder = file.absolute().parent
     own = Spill(folder.parent, database.url)
     kept = Spill(folder.parent, parse_url(of)) if of else own

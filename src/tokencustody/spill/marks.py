@@ -44,8 +44,8 @@ from tokencustody.database.folders import make_folder, sync_folder
 from tokencustody.database.url import DatabaseUrl
 from tokencustody.errors import TokenCaptureRetiredError
 from tokencustody.ids import check_call_id, check_rollout_id
-from tokencustody.schema.tables import FailureKind, VersionEvent
 from tokencustody.spill.files import LARGEST_FILE, check_folder, files_in, open_regular, read_file
+from tokencustody.states import FailureKind, VersionEvent
 from tokencustody.txn.fence import (
     RolloutKey,
     Stamp,

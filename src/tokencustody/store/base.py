@@ -9,10 +9,10 @@ from typing import Self, TypedDict
 
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.database.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, Result, Work
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
 from tokencustody.errors import EntryTooLargeError, InvalidRecordError
 from tokencustody.ids import check_call_id, check_rollout_id
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.spill.files import spill_root
 from tokencustody.spill.marks import Spill
 from tokencustody.spill.replaying import Replayer, write_after_marks
@@ -65,7 +65,7 @@ class DatabaseClient:
         self._max_entry_bytes = max_entry_bytes
         self.run = check_rollout_id(run, "run")
         self._writer = writer if writer is None else check_call_id(writer, "writer")
-        self._database = Database(
+        self._database = CaptureDatabase(
             parse_url(url),
             deadline=deadline,
             pool_size=pool_size,
@@ -83,7 +83,7 @@ class DatabaseClient:
         return self._writer or f"{socket.gethostname()}:{os.getpid()}"
 
     def stats(self) -> dict[str, int]:
-        """Return what the stores on this database did in this process, by the names of `tokencustody.database.stats`."""
+        """Return what the stores on this database did in this process, by the names of `database.stats`."""
         return self._database.stats()
 
     def _check_size(self, size: int, rollout_id: str, model_call_id: str) -> None:

@@ -18,8 +18,9 @@ from tokencustody.errors import (
     RolloutRetiredError,
 )
 from tokencustody.ids import check_call_id, check_rollout_id, check_text
-from tokencustody.schema.tables import FenceState, fences, ledger_calls, ledger_failures
+from tokencustody.schema.tables import fences, ledger_calls, ledger_failures
 from tokencustody.staging.records import CaptureLedgerCommit
+from tokencustody.states import FenceState
 from tokencustody.store.base import now
 from tokencustody.store.lineage import SqlLineageResolver
 from tokencustody.store.removal import RolloutRemover

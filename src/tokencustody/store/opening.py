@@ -51,7 +51,7 @@ class CaptureStore:
         return self.sink.run
 
     def stats(self) -> dict[str, int]:
-        """Return what the stores on this database did in this process, by the names of `tokencustody.database.stats`."""
+        """Return what the stores on this database did in this process, by the names of `database.stats`."""
         return self.sink.stats()
 
     async def close(self) -> None:

@@ -11,8 +11,6 @@ from tokencustody.errors import DamagedMarkError
 from tokencustody.ids import check_batch
 from tokencustody.protocols import RolloutRemovalPayload
 from tokencustody.schema.tables import (
-    FenceState,
-    VersionEvent,
     entries,
     exports,
     failures,
@@ -25,6 +23,7 @@ from tokencustody.schema.tables import (
     staged_calls,
 )
 from tokencustody.staging.records import staging_key
+from tokencustody.states import FenceState, VersionEvent
 from tokencustody.store.base import SqlStore, now
 from tokencustody.txn.fence import (
     Fence,

@@ -20,9 +20,10 @@ from tokencustody.errors import (
 )
 from tokencustody.ids import check_call_id, check_rollout_id, is_call_id
 from tokencustody.records import TokenEntry
-from tokencustody.schema.tables import FenceState, VersionEvent, entries, intents
+from tokencustody.schema.tables import entries, intents
 from tokencustody.spill.files import in_file_thread
 from tokencustody.spill.marks import Mark
+from tokencustody.states import FenceState, VersionEvent
 from tokencustody.store.base import SqlStore, now
 from tokencustody.txn.fence import (
     RolloutKey,

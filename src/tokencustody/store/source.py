@@ -14,7 +14,7 @@ from tokencustody.codec.chains import unpack_calls
 from tokencustody.errors import InvalidRecordError
 from tokencustody.ids import check_rollout_id
 from tokencustody.protocols import CallRefusal, TokenCaptureSnapshot
-from tokencustody.schema.tables import FenceState, VersionEvent
+from tokencustody.states import FenceState, VersionEvent
 from tokencustody.store.base import now
 from tokencustody.store.removal import RolloutRemover, remove_records_txn
 from tokencustody.txn.deltas import mark_broken_txn

@@ -43,8 +43,6 @@ from tokencustody.errors import (
 )
 from tokencustody.ids import check_call_id, check_rollout_id
 from tokencustody.schema.tables import (
-    FenceState,
-    VersionEvent,
     fences,
     ledger_calls,
     snapshot_versions,
@@ -53,6 +51,7 @@ from tokencustody.schema.tables import (
 )
 from tokencustody.staging.digest import hash_token_ids
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult, staging_key
+from tokencustody.states import FenceState, VersionEvent
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, DatabaseClient, now
 from tokencustody.txn.fence import RolloutKey, Stamp, advance_txn, find_fence_txn
 from tokencustody.txn.inserting import CallInsert, NewCall

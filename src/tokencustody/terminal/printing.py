@@ -86,3 +86,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value
+
+
+def is_expected(exc: Exception) -> bool:
+    """Return whether a person can do something about it; anything else is a fault of ours and keeps its traceback."""
+    from tokencustody import errors
+
+    return isinstance(
+        exc,
+        errors.BackupError
+        | errors.CorruptEntryError
+        | errors.DurabilityError
+        | errors.InvalidRecordError
+        | errors.RoleError
+        | errors.SchemaMismatchError
+        | errors.StoreUnavailableError
+        | errors.ExportError
+        | errors.RolloutNotFoundError,
+    )

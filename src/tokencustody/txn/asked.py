@@ -9,7 +9,8 @@ from sqlalchemy import Connection, exists, func, or_, select, true
 
 from tokencustody.database.transactions import Database
 from tokencustody.database.url import parse_url
-from tokencustody.overview.reading import RolloutNotFoundError
+from tokencustody.errors import RolloutNotFoundError
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.schema.tables import fences, staged_calls
 from tokencustody.txn.selection import RolloutFilter
 
@@ -27,7 +28,9 @@ async def reach(
 
     Unless `read_only`, a SQLite file that does not exist is made. Raises StoreUnavailableError, SchemaMismatchError.
     """
-    database = Database(parse_url(url), deadline=deadline or REACH_DEADLINE, pool_size=1, read_only=read_only)
+    database = CaptureDatabase(
+        parse_url(url), deadline=deadline or REACH_DEADLINE, pool_size=1, read_only=read_only
+    )
     try:
         await database.read(lambda _: None)
     finally:
@@ -49,7 +52,7 @@ async def run_to_serve(url: str | os.PathLike[str], run: str | None, *, deadline
     Without a name it is `default`, if the database has no other run. One that is not there yet may come; a SQLite file
     that does not exist is not made. Raises RolloutNotFoundError where a name is needed, and what `reach` raises.
     """
-    database = Database(parse_url(url), deadline=deadline, pool_size=1, creates=False)
+    database = CaptureDatabase(parse_url(url), deadline=deadline, pool_size=1, creates=False)
     try:
         runs = await database.read(runs_txn)
         if run is None:

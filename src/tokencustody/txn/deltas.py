@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from tokencustody.schema.tables import FailureKind, VersionEvent
+from tokencustody.states import FailureKind, VersionEvent
 from tokencustody.txn.fence import Fence, RolloutKey, Stamp, fail_txn
 
 PARENT_MISSING = "parent_missing"

@@ -34,14 +34,8 @@ from tokencustody.database.dialects import (
     patience,
 )
 from tokencustody.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
-from tokencustody.schema.tables import (
-    FailureKind,
-    FenceState,
-    VersionEvent,
-    failures,
-    fences,
-    snapshot_versions,
-)
+from tokencustody.schema.tables import failures, fences, snapshot_versions
+from tokencustody.states import FailureKind, FenceState, VersionEvent
 
 # A statement names the rollout and the call by parameters, so that it is built only once.
 _RUN = bindparam("in_run", type_=Text())

@@ -30,7 +30,8 @@ from tokencustody.database.multirow import (
 )
 from tokencustody.database.postgresql import Statement
 from tokencustody.database.transactions import SharedWrite
-from tokencustody.schema.tables import FailureKind, FenceState, VersionEvent, entries, staged_calls
+from tokencustody.schema.tables import entries, staged_calls
+from tokencustody.states import FailureKind, FenceState, VersionEvent
 from tokencustody.txn.fence import RolloutKey, Stamp, find_fence_txn, lock_fence_txn, of_call, try_turn_txn
 from tokencustody.txn.reading import IS_CONFLICTING
 

@@ -15,7 +15,8 @@ from tokencustody.codec.id_columns import PackedIds
 from tokencustody.database.dialects import insert_if_absent
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
-from tokencustody.schema.tables import FailureKind, FenceState, VersionEvent, entries
+from tokencustody.schema.tables import entries
+from tokencustody.states import FailureKind, FenceState, VersionEvent
 from tokencustody.txn.fence import (
     RolloutKey,
     Stamp,

@@ -8,7 +8,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Exists, Row, Select, and_, exists, or_, select
 
 from tokencustody.database.dialects import built_once, looked_up
-from tokencustody.schema.tables import FailureKind, entries, failures, stored_payload
+from tokencustody.schema.tables import entries, failures, stored_payload
+from tokencustody.states import FailureKind
 from tokencustody.txn.fence import RolloutKey, of_call, of_rollout
 
 _CALL = entries.c

@@ -25,7 +25,6 @@ from tokencustody.codec.attachments import attachments_sha256
 from tokencustody.codec.row_hash import row_sha256
 from tokencustody.errors import CorruptEntryError
 from tokencustody.schema.tables import (
-    VersionEvent,
     entries,
     intents,
     ledger_calls,
@@ -34,6 +33,7 @@ from tokencustody.schema.tables import (
     staged_attachments,
     staged_calls,
 )
+from tokencustody.states import VersionEvent
 from tokencustody.txn.fence import SEAL_VERSION, Fence, RolloutKey, Stamp, advance_txn, of_rollout
 
 SEAL_VERSIONS = (None, SEAL_VERSION)

@@ -11,7 +11,8 @@ from sqlalchemy import Connection, Row, Select, and_, case, exists, func, select
 
 from tokencustody.database.transactions import Database
 from tokencustody.ids import check_rollout_id
-from tokencustody.schema.tables import FenceState, exports, fences
+from tokencustody.schema.tables import exports, fences
+from tokencustody.states import FenceState
 from tokencustody.txn.fence import RolloutKey
 
 PAGE = 256

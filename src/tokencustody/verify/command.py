@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokencustody.overview.command import State
 from tokencustody.schema.command import Url
+from tokencustody.states import FenceState
 from tokencustody.terminal import interrupts
 from tokencustody.terminal.printing import console, literal, plural, print_error, print_json
 from tokencustody.terminal.progress import progress
@@ -33,7 +33,7 @@ def verify(
     rollout: Annotated[
         list[str] | None, typer.Option(help="Only the rollout with this id; may be repeated.")
     ] = None,
-    state: Annotated[State | None, typer.Option(help="Only rollouts in this state.")] = None,
+    state: Annotated[FenceState | None, typer.Option(help="Only rollouts in this state.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Only rollouts whose id begins with this.")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes, each with a connection. Default: one per core.")
@@ -58,8 +58,7 @@ def verify(
     Changes nothing. Exit code 0: nothing was found; 1: something was; 2: it could not be verified, also because there
     is no rollout of the kind that was asked for.
     """
-    from tokencustody.cli import is_expected
-    from tokencustody.schema.tables import FenceState
+    from tokencustody.terminal.printing import is_expected
     from tokencustody.txn.asked import reach
     from tokencustody.txn.selection import RolloutFilter
     from tokencustody.verify import verify as verify_database
@@ -69,7 +68,7 @@ def verify(
     try:
         wanted = RolloutFilter(
             run=run,
-            state=FenceState(state) if state else None,
+            state=state,
             prefix=prefix,
             rollout_ids=tuple(rollout) if rollout else None,
         )

@@ -9,9 +9,6 @@ from typing import Any
 from sqlalchemy import Table
 
 from tokencustody.schema.tables import (
-    FailureKind,
-    FenceState,
-    VersionEvent,
     entries,
     exports,
     failures,
@@ -21,6 +18,7 @@ from tokencustody.schema.tables import (
     ledger_failures,
     snapshot_versions,
 )
+from tokencustody.states import FailureKind, FenceState, VersionEvent
 from tokencustody.txn.fence import RolloutKey
 from tokencustody.txn.seal import SEAL_VERSIONS, Held, is_sealed, last_seal
 from tokencustody.verify.findings import Found, Rule

@@ -11,9 +11,9 @@ from typing import Any, Self, TypeVar
 from sqlalchemy import Connection, select
 
 from tokencustody.database.portal import BackgroundLoop
-from tokencustody.database.transactions import Database
 from tokencustody.database.url import DatabaseUrl
 from tokencustody.errors import CorruptEntryError, StoreUnavailableError
+from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.schema.tables import (
     entries,
     ledger_calls,
@@ -38,7 +38,7 @@ class Verifier:
     """Reads one database, each rollout on one consistent snapshot, and writes nothing."""
 
     def __init__(self, url: DatabaseUrl, deadline: float) -> None:
-        self._database = Database(url, deadline=deadline, pool_size=1, read_only=True)
+        self._database = CaptureDatabase(url, deadline=deadline, pool_size=1, read_only=True)
         self._background = BackgroundLoop(f"the verification of {url.display}", self._database.close)
 
     def __enter__(self) -> Self:

@@ -33,10 +33,6 @@ from tokencustody.database.dialects import is_postgresql
 from tokencustody.errors import InvalidRecordError
 from tokencustody.ids import check_rollout_id
 from tokencustody.schema.tables import (
-    AttachmentKind,
-    FailureKind,
-    FenceState,
-    VersionEvent,
     entries,
     exports,
     failures,
@@ -48,6 +44,7 @@ from tokencustody.schema.tables import (
     staged_attachments,
     staged_calls,
 )
+from tokencustody.states import AttachmentKind, FailureKind, FenceState, VersionEvent
 from tokencustody.txn.fence import RolloutKey, of_rollout
 from tokencustody.txn.selection import RolloutFilter, select_fences
 from tokencustody.verify.findings import Found, Rule

@@ -17,8 +17,7 @@ from itertools import islice
 from typing import Self, TypeVar
 
 from tokencustody.database.url import DatabaseUrl, parse_url
-from tokencustody.errors import InvalidRecordError, StoreUnavailableError
-from tokencustody.overview.reading import RolloutNotFoundError
+from tokencustody.errors import InvalidRecordError, RolloutNotFoundError, StoreUnavailableError
 from tokencustody.txn.asked import missing_txn
 from tokencustody.txn.fence import RolloutKey
 from tokencustody.txn.selection import PAGE, RolloutFilter

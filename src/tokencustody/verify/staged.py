@@ -15,9 +15,10 @@ from tokencustody.codec.id_columns import PackedIds
 from tokencustody.codec.row_hash import is_proven
 from tokencustody.codec.staged import unpack_call, unpack_extras
 from tokencustody.errors import CorruptEntryError
-from tokencustody.schema.tables import AttachmentKind, staged_attachments
+from tokencustody.schema.tables import staged_attachments
 from tokencustody.staging.digest import compute_chain_hash
 from tokencustody.staging.records import StagedCallBaseSnapshot
+from tokencustody.states import AttachmentKind
 from tokencustody.txn.fence import RolloutKey
 from tokencustody.verify.findings import Found, Rule
 from tokencustody.verify.sequences import TokenSequence, walk, why_not_reached
