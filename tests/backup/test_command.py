@@ -48,7 +48,7 @@ back_up(sys.argv[1], sys.argv[2], overwrite=True, progress=lambda done, total: o
 INTERRUPTED = """
 import os, signal, sys
 from tokencustody.__main__ import main
-from tokencustody.audit import backup
+from tokencustody.backup import backup
 backup._prove = lambda *_: os.kill(os.getpid(), signal.SIGINT)
 main()
 """

@@ -253,7 +253,7 @@ async def test_without_pyarrow_parquet_says_how_to_install_it_and_the_other_form
 def test_pyarrow_is_imported_only_when_it_is_used() -> None:
     import subprocess
 
-    code = "import sys, tokencustody.audit, tokencustody.cli; print('pyarrow' in sys.modules)"
+    code = "import sys, tokencustody.export, tokencustody.cli; print('pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
@@ -287,7 +287,7 @@ def test_an_export_does_not_load_pandas_which_takes_more_memory_than_the_export(
     assert importlib.util.find_spec("pandas") is not None
     asyncio.run(put_linear(sqlite_url, 2))
     program = (
-        "import asyncio, sys\nfrom tokencustody.audit import export\n"
+        "import asyncio, sys\nfrom tokencustody.export import export\n"
         "asyncio.run(export(*sys.argv[1:]))\nassert 'pyarrow' in sys.modules\nassert 'pandas' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, sqlite_url, str(tmp_path / "out")], check=True, timeout=60)

@@ -34,7 +34,7 @@ POINTS = [
 # Exports, and kills itself when it comes to the point for the nth time.
 KILLED = """
 import asyncio, os, signal, sys
-from tokencustody.audit import ExportOptions, export
+from tokencustody.export import ExportOptions, export
 from tokencustody.database.faults import FAULT_POINTS
 
 url, out, format, point, times = sys.argv[1:]
@@ -307,7 +307,7 @@ async def test_a_full_disk_is_named_and_leaves_what_can_be_resumed(
     out = tmp_path / "out"
     code = (
         "import asyncio, resource, signal, sys\n"
-        "from tokencustody.audit import ExportError, ExportOptions, export\n"
+        "from tokencustody.export import ExportError, ExportOptions, export\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))\n"
         "try:\n"

@@ -239,7 +239,7 @@ def bombs(folder: Path) -> dict[str, Path]:
 MEASURED = """
 import sys
 from pathlib import Path
-from tokencustody.audit import ExportError
+from tokencustody.errors import ExportError
 from tokencustody.export.rewards import read_rewards
 for path in sys.argv[1:]:
     try:

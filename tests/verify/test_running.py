@@ -184,7 +184,7 @@ def test_an_archived_file_is_verified_in_a_folder_where_nothing_can_be_written(t
     fill(str(path))
     assert [each.name for each in folder.iterdir()] == ["captures.db"]
     verifying = (
-        "import sys; from tokencustody.audit import verify; print(verify(sys.argv[1]).counts.rollouts)"
+        "import sys; from tokencustody.verify import verify; print(verify(sys.argv[1]).counts.rollouts)"
     )
     with archived(path):
         done = python("-c", verifying, str(path))

@@ -104,7 +104,7 @@ class Engines(ABC):
         return None
 
     def count_waiting(self) -> dict[str, int]:
-        """Return the figures of `sql.stats` that say how it is now."""
+        """Return the figures of `database.stats` that say how it is now."""
         queues = [kept for kept in list(self.kept.values()) if isinstance(kept, Gatherer)]
         return {
             "queue_depth": sum(queue.waiting for queue in queues),

@@ -99,7 +99,7 @@ async def _close(key: EngineKey, engines: Engines) -> None:
 
 
 def stats_of(url: DatabaseUrl) -> dict[str, int]:
-    """Return what was counted on a database in this process, by the names of `sql.stats`."""
+    """Return what was counted on a database in this process, by the names of `database.stats`."""
     with _registry.lock:
         counted = none_counted()
         if url in _registry.counted:

@@ -1,4 +1,4 @@
-"""The figures of `sql.stats` as OpenTelemetry metrics, where its API is installed.
+"""The figures of `database.stats` as OpenTelemetry metrics, where its API is installed.
 
 They are named `tokencustody.<name>`. Each database has its own series, by the attribute `database`: host, port and
 name, or the file, never a password. Retries have the attribute `cause` too. Whoever sets a meter provider gets them.

@@ -144,7 +144,7 @@ class Database:
             return await doors.write(work)
 
     def stats(self) -> dict[str, int]:
-        """Return what was counted in this process by every store on this database: see `sql.stats`."""
+        """Return what was counted in this process by every store on this database: see `database.stats`."""
         return registry.stats_of(self.url)
 
     async def close(self) -> None:
@@ -388,7 +388,7 @@ class Doors:
             await self.read(lambda _: None)
 
     def count(self, name: str, number: int = 1) -> None:
-        """Add to one of the figures of `sql.stats`."""
+        """Add to one of the figures of `database.stats`."""
         self._engines.stats[name] += number
 
     def kept(self, make: Callable[[], Thing]) -> Thing:

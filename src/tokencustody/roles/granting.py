@@ -1,4 +1,4 @@
-"""Giving roles of a PostgreSQL database what `sql.roles` says they may do, taking it away, and telling who has what."""
+"""Giving roles of a PostgreSQL database what `roles.roles` lets them do, taking it away, and telling who has what."""
 
 from __future__ import annotations
 

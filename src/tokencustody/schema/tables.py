@@ -163,7 +163,7 @@ snapshot_versions = Table(
     Column("snapshot_id", Text),
     Column("recorded_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
-    # The hash of what the rollout held (see `store.seal`), and which hash it is: none is the one of revision 0004.
+    # The hash of what the rollout held (see `txn.seal`), and which hash it is: none is the one of revision 0004.
     # Freezes before that have no seal.
     Column("sealed_sha256", Text),
     Column("seal_version", BigInteger),

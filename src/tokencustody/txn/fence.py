@@ -112,7 +112,7 @@ _SHARING = built_once(lambda connection: locking(connection, _FENCE, exclusive=F
 _HAPPENED = select(snapshot_versions.c.version).where(
     of_rollout(snapshot_versions), snapshot_versions.c.event_id == bindparam("event_id")
 )
-# What a seal covers: see `store.seal`.
+# What a seal covers: see `txn.seal`.
 SEAL_VERSION = 2
 _ADVANCE = update(fences).where(of_rollout(fences))
 _ADD_VERSION = insert(snapshot_versions)

@@ -15,7 +15,7 @@ def configuration(output_buffer: io.StringIO | None = None) -> Config:
     from alembic.config import Config
 
     config = Config(output_buffer=output_buffer)
-    config.set_main_option("script_location", "tokencustody:migrations")
+    config.set_main_option("script_location", "tokencustody.schema:migrations")
     return config
 
 

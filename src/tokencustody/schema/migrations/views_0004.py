@@ -1,6 +1,6 @@
 """The views of revision 0004: one text for both databases, with the few words in which they differ.
 
-`sql.migrate.check` compares a database with these texts. A later revision that changes a view brings its own module,
+`schema.migrate.check` compares a database with these texts. A later revision that changes a view brings its own module,
 and this one stays what it was when it was released.
 
 Every view reads the rows of one rollout by the keys of its tables: no DISTINCT, window or grouping stands between
@@ -277,7 +277,7 @@ SELECT x.run, x.rollout_id, x.export_id, x.snapshot_id, x.version, x.destination
   JOIN fences AS f ON {_OF_ROLLOUT.format("f", "x")}
 """
 
-# PostgreSQL rewords what it is given. A comment on each view keeps the hash of that wording, for `sql.migrate.check`,
+# PostgreSQL rewords what it is given. A comment on each view keeps the hash of that wording, for `migrate.check`,
 # and the release of the server, for another one may word the same view otherwise.
 RELEASE = "'tokencustody ' || current_setting('server_version_num')::integer / 10000"
 KEEP_DEFINITIONS = f"""DO $do$
