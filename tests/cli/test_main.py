@@ -17,7 +17,6 @@ import pytest
 from tokencustody.cli import main
 from tokencustody.database.url import parse_url
 from tokencustody.schema import migrate
-from tokencustody.states import FenceState
 
 # The package has the command of the same name.
 rollouts = importlib.import_module("tokencustody.overview.command")
@@ -215,10 +214,6 @@ main()
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert "Usage" in done.stdout
     assert done.stderr == "\n"
-
-
-def test_the_states_to_choose_from_are_those_of_the_store() -> None:
-    assert [state.value for state in rollouts.State] == [state.value for state in FenceState]
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, sqlite_url: str) -> None:

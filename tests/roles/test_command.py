@@ -40,7 +40,7 @@ COMMANDS = {
     "export {folder} --run here --format gym": {"trainer"},
     "retire {rollout} --run here --yes": {"trainer"},
     "delete {rollout} --run here --yes": set(),
-    "conformance --check put_then_freeze --run here": set(),
+    "conformance --check put_then_freeze": set(),
 }
 
 

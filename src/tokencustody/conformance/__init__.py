@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         ConformanceError,
         ConformanceReport,
     )
-    from tokencustody.conformance.runner import Written, check_conformance, run_conformance
+    from tokencustody.conformance.runner import check_conformance, run_conformance
 
 __all__ = [
     "Capability",
@@ -27,7 +27,6 @@ __all__ = [
     "CheckStatus",
     "ConformanceError",
     "ConformanceReport",
-    "Written",
     "check_conformance",
     "registered_checks",
     "run_conformance",
@@ -41,7 +40,6 @@ __getattr__ = names(
     CheckStatus="conformance.report",
     ConformanceError="conformance.report",
     ConformanceReport="conformance.report",
-    Written="conformance.runner",
     check_conformance="conformance.runner",
     registered_checks="conformance.registry",
     run_conformance="conformance.runner",

@@ -6,37 +6,32 @@ import asyncio
 import json as json_module
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from tokencustody.schema.command import Url
 from tokencustody.terminal import interrupts
 from tokencustody.terminal.printing import console, printable
+from tokencustody.terminal.progress import progress
 
 if TYPE_CHECKING:
-    from tokencustody.conformance import Check, ConformanceReport, Written
-    from tokencustody.store import SqlTokenSource
+    from sqlalchemy import Connection
+
+    from tokencustody.conformance import Check, ConformanceReport
 
 DELETE_SECONDS = 60.0
-_ROLLOUT_ID = "conformance-rollout"
 _STYLES = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
 
 
 def conformance(
     url: Url,
-    run: Annotated[
-        str | None,
-        typer.Option(help="Namespace to write to; a second one is NAME-other. Default: a fresh one."),
-    ] = None,
     check: Annotated[
         list[str] | None, typer.Option(help="Run this check only; may be given several times.")
     ] = None,
@@ -47,36 +42,21 @@ def conformance(
     A new SQLite file is created. Exit code 1 when a check failed or none was run, or when what was written could not
     be deleted.
     """
-    from tokencustody.conformance import Written, registered_checks
+    from tokencustody.conformance import registered_checks
 
     checks = registered_checks()
     names = [each.name for each in checks]
     unknown = sorted(set(check or ()) - set(names))
     if unknown:
         raise typer.BadParameter(f"no check is named {', '.join(unknown)}; there are {', '.join(names)}")
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    progress.disable = not progress.console.is_terminal
-    with progress:
-        task = progress.add_task("conformance", total=len(set(check or names)))
-        finished = count()
-
-        def on_start(started: Check) -> None:
-            progress.update(task, description=started.name, completed=next(finished))
-
-        namespace, written = run or f"conformance-{secrets.token_hex(4)}", Written()
-        with _without_warnings():
-            report, deleted = interrupts.run(
-                _run(url, namespace, check, on_start, written),
-                notice="deleting what the checks wrote; Ctrl-C again leaves it there",
-                at_once=lambda: _left(url, namespace) if written.rollout_ids else "",
-            )
+    with progress("conformance", len(set(check or names))) as done, _without_warnings():
+        # Of its own, so that it can be deleted whole.
+        run = f"conformance-{secrets.token_hex(4)}"
+        report, deleted = interrupts.run(
+            _run(url, run, check, lambda _: done(1)),
+            notice="deleting what the checks wrote; Ctrl-C again leaves it there",
+            at_once=lambda: _left(url, run),
+        )
     if json:
         typer.echo(json_module.dumps(report.as_dict(), indent=2))
     else:
@@ -86,66 +66,44 @@ def conformance(
 
 
 async def _run(
-    url: str, run: str, only: list[str] | None, on_start: Callable[[Check], None], written: Written
+    url: str, run: str, only: list[str] | None, on_start: Callable[[Check], None]
 ) -> tuple[ConformanceReport, bool]:
     """Return the report, and whether what the checks wrote is deleted."""
     from tokencustody.conformance import check_conformance
     from tokencustody.store import SqlLineageStore, SqlStagingStore, SqlTokenSink, SqlTokenSource
 
-    other = f"{run}-other"
-    sources = [SqlTokenSource(url=url, run=namespace) for namespace in (run, other)]
+    other = _other(run)
+    # Before the first check: a database that is unreachable, outdated or not this user's is one error, not many.
+    await _delete_runs(url, run)
     try:
-        # Before the first check: a database that is unreachable, outdated or not this user's is one error, not one per
-        # check.
-        await _reach_as_owner(url, run)
-        try:
-            report = await check_conformance(
-                partial(SqlTokenSink, url=url, run=run),
-                partial(SqlTokenSource, url=url, run=run),
-                partial(SqlLineageStore, url=url, run=run),
-                other_namespace=(
-                    partial(SqlTokenSink, url=url, run=other),
-                    partial(SqlTokenSource, url=url, run=other),
-                ),
-                ledger_factory=partial(SqlLineageStore, url=url, run=run),
-                staging_factory=partial(SqlStagingStore, url=url, run=run),
-                rollout_id=_ROLLOUT_ID,
-                only=only,
-                on_start=on_start,
-                written=written,
-            )
-        finally:
-            deleted = await _delete(url, run, sources, written)
+        report = await check_conformance(
+            partial(SqlTokenSink, url=url, run=run),
+            partial(SqlTokenSource, url=url, run=run),
+            partial(SqlLineageStore, url=url, run=run),
+            other_namespace=(
+                partial(SqlTokenSink, url=url, run=other),
+                partial(SqlTokenSource, url=url, run=other),
+            ),
+            ledger_factory=partial(SqlLineageStore, url=url, run=run),
+            staging_factory=partial(SqlStagingStore, url=url, run=run),
+            only=only,
+            on_start=on_start,
+        )
     finally:
-        for source in sources:
-            await source.close()
+        deleted = await _delete(url, run)
     return report, deleted
 
 
-async def _reach_as_owner(url: str, run: str) -> None:
-    """Delete a rollout that is not there, which PostgreSQL denies to whoever may not delete what the checks write."""
-    from tokencustody.database.url import parse_url
-    from tokencustody.schema.opening import CaptureDatabase
-    from tokencustody.store.removal import delete_txn
-    from tokencustody.txn.fence import RolloutKey
-
-    database = CaptureDatabase(parse_url(url), pool_size=1)
-    try:
-        await database.write(lambda connection: delete_txn(connection, RolloutKey(run, _ROLLOUT_ID)))
-    finally:
-        await database.close()
+def _other(run: str) -> str:
+    return f"{run}-other"
 
 
-async def _delete(url: str, run: str, sources: Sequence[SqlTokenSource], written: Written) -> bool:
+async def _delete(url: str, run: str) -> bool:
     """Delete what the checks wrote, or say what is left and return False."""
     try:
-        async with asyncio.timeout(DELETE_SECONDS):
-            for source in sources:
-                await source.delete(written.rollout_ids)
-            await asyncio.to_thread(_delete_staged, url, run, written.staging_keys)
+        await _delete_runs(url, run)
     except (Exception, asyncio.CancelledError) as exc:
-        why = f"not finished after {DELETE_SECONDS:g} s" if isinstance(exc, TimeoutError) else str(exc)
-        if why:
+        if why := str(exc):
             typer.echo(f"error: {printable(why)}", err=True)
         typer.echo(printable(_left(url, run)), err=True)
         if not isinstance(exc, Exception):
@@ -154,28 +112,40 @@ async def _delete(url: str, run: str, sources: Sequence[SqlTokenSource], written
     return True
 
 
-def _delete_staged(url: str, run: str, staging_keys: Sequence[str]) -> None:
-    from tokencustody.store import SqlStagingStore
+async def _delete_runs(url: str, run: str) -> None:
+    """Delete every row of the two runs of the checks, which PostgreSQL denies to all but the owner of the tables."""
+    from tokencustody.database.url import parse_url
+    from tokencustody.schema.opening import CaptureDatabase
 
-    with SqlStagingStore(url=url, run=run, deadline=DELETE_SECONDS) as store:
-        store.delete(staging_keys)
+    def delete(connection: Connection) -> None:
+        for statement in _deleting(run):
+            connection.exec_driver_sql(statement)
+
+    database = CaptureDatabase(parse_url(url), pool_size=1, deadline=DELETE_SECONDS)
+    try:
+        await database.write(delete)
+    finally:
+        await database.close()
+
+
+def _deleting(run: str) -> list[str]:
+    from tokencustody.schema.tables import metadata
+
+    return [
+        f"DELETE FROM {table.name} WHERE run IN ('{run}', '{_other(run)}')"  # noqa: S608 - the name is ours
+        # What refers to another table first.
+        for table in reversed(metadata.sorted_tables)
+        if "run" in table.c
+    ]
 
 
 def _left(url: str, run: str) -> str:
     """Return what to say when the checks' rows stay behind."""
     from tokencustody.database.url import parse_url
-    from tokencustody.schema.tables import metadata
 
-    # What refers to another table first. Ids are compared in lower case, for a check writes some in upper case.
-    statements = " ".join(
-        f"DELETE FROM {table.name} WHERE run IN ('{run}', '{run}-other')"  # noqa: S608 - to be read, and ids have no quote
-        f" AND lower(rollout_id) LIKE '{_ROLLOUT_ID}-%';"
-        for table in reversed(metadata.sorted_tables)
-        if "run" in table.c
-    )
     return (
-        f"What the checks wrote is left in the runs {run} and {run}-other of {parse_url(url).display}. "
-        f"To remove it: {statements}"
+        f"What the checks wrote is left in the runs {run} and {_other(run)} of {parse_url(url).display}. "
+        f"To remove it: {'; '.join(_deleting(run))};"
     )
 
 

@@ -6,56 +6,16 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any, ParamSpec
 
 from tokencustody.conformance.case import Case, Factory, Transport, detect
 from tokencustody.conformance.expect import PromiseBrokenError, describe
 from tokencustody.conformance.registry import Check, registered_checks
 from tokencustody.conformance.report import CheckResult, CheckStatus, ConformanceError, ConformanceReport
 
-
-@dataclass
-class Written:
-    """What the checks have begun to write so far: the ids of rollouts, in both namespaces, and staging keys."""
-
-    rollout_ids: list[str] = field(default_factory=list)
-    staging_keys: list[str] = field(default_factory=list)
-
-
-async def run_conformance(
-    sink_factory: Factory,
-    source_factory: Factory,
-    lineage_factory: Factory | None = None,
-    *,
-    other_namespace: tuple[Factory, Factory] | None = None,
-    ledger_factory: Factory | None = None,
-    staging_factory: Factory | None = None,
-    rollout_id: str = "conformance-rollout",
-    only: Sequence[str] | None = None,
-    timeout: float = 120.0,
-    on_start: Callable[[Check], None] | None = None,
-) -> list[str]:
-    """Run every applicable check and return the names of those that passed.
-
-    The arguments are those of `check_conformance`. Raises `ConformanceError` if a check failed or none was
-    run.
-    """
-    report = await check_conformance(
-        sink_factory,
-        source_factory,
-        lineage_factory,
-        other_namespace=other_namespace,
-        ledger_factory=ledger_factory,
-        staging_factory=staging_factory,
-        rollout_id=rollout_id,
-        only=only,
-        timeout=timeout,
-        on_start=on_start,
-    )
-    if not report.ok:
-        raise ConformanceError(report)
-    return report.passed
+Options = ParamSpec("Options")
 
 
 async def check_conformance(
@@ -70,7 +30,6 @@ async def check_conformance(
     only: Sequence[str] | None = None,
     timeout: float = 120.0,
     on_start: Callable[[Check], None] | None = None,
-    written: Written | None = None,
 ) -> ConformanceReport:
     """Run every check that the transport's capabilities allow, and report what was found.
 
@@ -82,7 +41,7 @@ async def check_conformance(
     `fetch_extras`, `fetch_attachments`, `fetch_prefix_token_ids` and `delete` if it has them; its methods are
     called from threads. Each run writes to rollouts of its own, whose ids begin with `rollout_id`, and leaves
     them and what it staged there. `only` names the checks to run; `timeout` (seconds) bounds each; `on_start`
-    is called before each. `written` is told what to delete while the checks run, for a caller who interrupts them.
+    is called before each.
 
     Raises ValueError for an unknown name in `only` and for a `rollout_id` outside the rules of rollout ids or
     longer than 190 characters. Whatever the transport raises becomes a failed check.
@@ -90,7 +49,6 @@ async def check_conformance(
     checks = _select(only)
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,190}", rollout_id):
         raise ValueError(f"rollout_id {rollout_id!r} is not 1 to 190 characters out of A-Z a-z 0-9 . _ -")
-    written = Written() if written is None else written
     transport = Transport(
         sink_factory=sink_factory,
         source_factory=source_factory,
@@ -100,8 +58,6 @@ async def check_conformance(
         staging_factory=staging_factory,
         rollout_id=rollout_id,
         suffix=secrets.token_hex(4),
-        rollout_ids=written.rollout_ids,
-        staging_keys=written.staging_keys,
     )
     results = []
     try:
@@ -119,6 +75,24 @@ async def check_conformance(
         tuple(dict.fromkeys(transport.rollout_ids)),
         tuple(dict.fromkeys(transport.staging_keys)),
     )
+
+
+def _or_raise(
+    check: Callable[Options, Awaitable[ConformanceReport]],
+) -> Callable[Options, Coroutine[Any, Any, list[str]]]:
+    @wraps(check)
+    async def run_conformance(*arguments: Options.args, **options: Options.kwargs) -> list[str]:
+        report = await check(*arguments, **options)
+        if not report.ok:
+            raise ConformanceError(report)
+        return report.passed
+
+    return run_conformance
+
+
+# As `check_conformance`, but returns the names of the checks that passed, and raises `ConformanceError` if one failed
+# or none was run.
+run_conformance = _or_raise(check_conformance)
 
 
 def _select(only: Sequence[str] | None) -> list[Check]:
