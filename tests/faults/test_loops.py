@@ -14,6 +14,7 @@ import pytest
 from tests.support.entries import make_entry
 from tests.support.staged import stage
 from tokencustody import CaptureStore, SqlStagingStore, SqlTokenSink, open_store
+from tokencustody.database.engine import Engines
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.database.registry import open_engines
 from tokencustody.database.url import parse_url
@@ -144,6 +145,34 @@ def test_a_close_from_another_loop_waits_for_the_calls_in_flight_and_refuses_lat
             each.result(30)
         assert open_engines() == []
     assert frozen_calls(ready_url) == {"first", "call-1"}
+
+
+def test_a_close_waits_for_another_thread_that_closes_what_its_own_loop_opened(
+    ready_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else the loop may end, and cancel the closing of its connections half way.
+    sink = SqlTokenSink(ready_url)
+    closing, go_on = threading.Event(), threading.Event()
+    dispose = Engines.dispose
+
+    async def slow(engines: Engines) -> None:
+        closing.set()
+        await asyncio.to_thread(go_on.wait, 30)
+        await dispose(engines)
+
+    monkeypatch.setattr(Engines, "dispose", slow)
+    with LoopThread() as own, LoopThread() as other:
+        own.run(sink.put(make_entry()))
+        from_outside = asyncio.run_coroutine_threadsafe(sink.close(), other.loop)
+        assert closing.wait(30)
+        from_inside = asyncio.run_coroutine_threadsafe(sink.close(), own.loop)
+        for _ in range(20):
+            own.run(asyncio.sleep(0))
+        assert not from_inside.done()
+        go_on.set()
+        from_inside.result(30)
+        assert open_engines() == []
+        from_outside.result(30)
 
 
 def test_a_first_use_at_the_moment_of_the_close_is_served_or_refused_and_leaves_nothing_open(

@@ -111,6 +111,8 @@ class Database:
         # The SQLite file that this store has used, in whatever loop or process.
         self._file: Hashable = None
         self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
+        # What is told when those of a loop are released.
+        self._leaving: dict[tuple[int, asyncio.AbstractEventLoop], Future[None]] = {}
         self._closed = False
 
     def _make_ready(self) -> None:
@@ -151,29 +153,35 @@ class Database:
         """Release this store's engines, in whichever running loop it was used. Idempotent."""
         self._closed = True
         for held in list(self._held):
+            released = self._leaving.setdefault(held, Future())
             # Another thread may close it too.
             engines = self._held.pop(held, None)
             pid, loop = held
             # What another process opened, or a loop that runs no more, is out of reach.
             if engines is not None and pid == os.getpid() and loop.is_running():
-                await self._release_in(loop, engines)
+                await self._release_in(loop, engines, released)
+        # Which may be another thread that does so in this loop, and the loop must not end before.
+        if leaving := self._leaving.get((os.getpid(), asyncio.get_running_loop())):
+            await asyncio.wrap_future(leaving)
 
-    async def _release_in(self, loop: asyncio.AbstractEventLoop, engines: Engines) -> None:
-        if loop is asyncio.get_running_loop():
-            await registry.release(self._key, engines)
-            return
-        released: Future[None] = Future()
-
+    async def _release_in(
+        self, loop: asyncio.AbstractEventLoop, engines: Engines, released: Future[None]
+    ) -> None:
         def release() -> None:
             releasing = asyncio.ensure_future(registry.release(self._key, engines))
-            releasing.add_done_callback(lambda _: released.set_result(None))
+            releasing.add_done_callback(partial(_tell, released))
 
+        if loop is asyncio.get_running_loop():
+            release()
+            return
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(release)
         # A loop that stops meanwhile releases nothing, and tells nobody.
         waiting = asyncio.wrap_future(released)
         while loop.is_running() and not waiting.done():
             await asyncio.wait([waiting], timeout=_LONGEST_PAUSE)
+        if waiting.done():
+            waiting.result()
 
     def _engines(self) -> Engines:
         if self._closed:
@@ -321,6 +329,14 @@ class Database:
             await self._find_tables(engines)
             registry.remember(self.url, await engines.identify())
             engines.checked = True
+
+
+def _tell(released: Future[None], releasing: asyncio.Future[None]) -> None:
+    error = None if releasing.cancelled() else releasing.exception()
+    if error is None:
+        released.set_result(None)
+    else:
+        released.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
