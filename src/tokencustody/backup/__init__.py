@@ -1,1 +1,1 @@
-"""A copy of a SQLite file while it is written."""
+"""A whole and checked copy of a SQLite file that is being written."""

@@ -1,6 +1,6 @@
-"""The command line: one file per command group.
+"""The command line: it puts the commands together, each of which lies in the room of what it runs.
 
-The files hold signatures, which `--help` needs, and import what does the work when a command runs.
+The module of a command holds its signature, which `--help` needs, and imports what does the work when it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copying rollouts from one database to another."""
+"""Rollouts copied from one database to another, every row as it is, and nothing overwritten."""
 
 from typing import TYPE_CHECKING
 

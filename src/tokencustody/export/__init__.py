@@ -1,4 +1,4 @@
-"""Frozen rollouts as files for training: Parquet chains, Gym's token files, or one call a line."""
+"""Frozen rollouts as files (Parquet rows, Gym's token files, or one call a line), and their hand-over to a trainer."""
 
 from typing import TYPE_CHECKING
 

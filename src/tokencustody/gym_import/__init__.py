@@ -1,4 +1,4 @@
-"""Importing folders of NeMo Gym's file store."""
+"""Folders of NeMo Gym's file store brought into a database, every line proven."""
 
 from typing import TYPE_CHECKING
 

@@ -1,1 +1,1 @@
-"""Letting go of rollouts that were exported or are of no use: retire, delete, gc."""
+"""Rollouts that were exported or are of no use are let go: retire, delete, gc."""

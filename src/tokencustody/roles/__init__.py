@@ -1,1 +1,1 @@
-"""Who may do what on PostgreSQL: roles by run, granted, listed and taken away."""
+"""Who may do what on PostgreSQL: workers, trainers and auditors of runs, granted, listed and taken away."""

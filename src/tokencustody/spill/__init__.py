@@ -1,1 +1,1 @@
-"""Marks that wait on a host because the database could not be reached, and how they get there."""
+"""Marks that wait on this host because their database did not take them, and the way into it."""

@@ -1,4 +1,4 @@
-"""The capture store: one file per protocol."""
+"""What a program opens: sink, source, resolver and ledger, and the staging store, one module for each protocol."""
 
 from tokencustody.codec.attachments import AttachedBuffer
 from tokencustody.store.ledger import SqlLineageStore

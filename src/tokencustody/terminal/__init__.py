@@ -1,1 +1,1 @@
-"""What every command of the command line prints, asks and interrupts alike."""
+"""How commands print, tell of waits, show progress and end on Ctrl-C, alike for all of them."""
