@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tokencustody.database import postgresql, registry
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.database.transactions import Database
+from tokencustody.store import CaptureStore, open_store
 from tokencustody.store.base import DatabaseClient
 from tokencustody.store.staging import SqlStagingStore
 from tokencustody.terminal import waiting
@@ -196,3 +197,17 @@ def store_url(request: pytest.FixtureRequest) -> str:
     """A database that is ready for a store, once of each kind."""
     url: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
     return url
+
+
+@pytest.fixture
+async def store(store_url: str) -> AsyncIterator[CaptureStore]:
+    """An open store on a new database, once on SQLite and once on PostgreSQL."""
+    async with open_store(store_url, run="run-1", writer="test-writer") as opened:
+        yield opened
+
+
+@pytest.fixture
+def faults() -> Iterator[dict[str, object]]:
+    """The table of fault points, empty again afterwards."""
+    yield FAULT_POINTS  # type: ignore[misc]
+    FAULT_POINTS.clear()
