@@ -25,12 +25,25 @@ from campaigns.report import Campaign, Summary
 from campaigns.setups import SETUPS, Setup
 from tokencustody.spill.marks import spilled_files
 from tokencustody.store.opening import open_store
+from tokencustody.txn.selection import RolloutFilter
+from tokencustody.verify import Rule, verify
 
 RUN = "campaign"
 POINTS = ("before commit", "after commit, before acknowledgement", "inside a coalesced batch")
 # Faults that the driver brings about by itself, whatever the database.
 OWN_FAULTS = ("kill", "points")
 
+# The workers name parents that never come or go again, and digests and hashes that are of something else.
+_BROUGHT_ABOUT = {
+    Rule.PROMPT_LOST,
+    Rule.DIGEST,
+    Rule.PARENT_MISSING,
+    Rule.LEDGER_PARENT,
+    Rule.LEDGER_STAGED,
+    Rule.LEDGER_ENTRY,
+    Rule.STAGED_CHAIN,
+    Rule.STAGED_LOST,
+}
 # A shared transaction of several calls is rarer than a commit.
 _RARITY = {"inside a coalesced batch": 16}
 _PATIENCE = 60.0
@@ -70,7 +83,7 @@ def run(campaign: Campaign, folder: Path, progress: Progress = no_progress, *, k
             progress("reading", done, begun, summary.struck)
 
         asyncio.run(_read_finally(setup.url, folder, begun, staged, reading))
-        summary.violations += audit(setup.url, RUN) + _marks_left(folder)
+        summary.violations += audit(setup.url, RUN) + verified(setup.url) + _marks_left(folder)
         judge(folder, summary, progress)
         if keep or not summary.passed:
             setup.keep_database()
@@ -263,6 +276,15 @@ async def _read_finally(
                 for call in sorted(staged.get(rollout, ())):
                     await _note(final, "fetch", rollout, {"call": call}, worker.fetch(store, rollout, call))
                 progress(number)
+
+
+def verified(url: str, run: str = RUN) -> list[Violation]:
+    """Return what `verify` finds that no writer can bring about, however it errs, if the store keeps its promises."""
+    return [
+        Violation(f"verify: {finding.rule}", finding.rollout_id, f"{finding.model_call_id}: {finding.text}")
+        for finding in verify(url, RolloutFilter(run=run)).findings
+        if finding.rule not in _BROUGHT_ABOUT
+    ]
 
 
 def _marks_left(folder: Path) -> list[Violation]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from sqlalchemy import Table
 
 from campaigns.audit import RULES
 from campaigns.checker import audit
+from campaigns.driver import verified
 from tests.support.entries import make_entry
 from tests.support.ledger import make_commit
 from tests.support.rows import run_sql
@@ -211,3 +214,16 @@ async def test_every_planted_contradiction_is_named_and_nothing_else_is(store_ur
 
 def test_every_rule_of_the_audit_has_a_planted_fault() -> None:
     assert {row[0] for row in [*_PLANTED, *_WITHOUT_KEYS]} == set(RULES)
+
+
+async def test_what_verify_finds_counts_unless_a_writer_can_bring_it_about(store_url: str) -> None:
+    async with open_store(store_url, run=RUN) as store:
+        await _write(store)
+        await store.sink.put(make_entry("open-1", "e", parent="never"))
+    assert await asyncio.to_thread(verified, store_url, RUN) == []
+    await run_sql(store_url, "UPDATE entries SET payload_sha256 = stored_sha256 WHERE shared_len > 0")
+    await run_sql(
+        store_url, f"UPDATE snapshot_versions SET sealed_sha256 = '{'0' * 64}' WHERE event = 'freeze'"
+    )
+    found = await asyncio.to_thread(verified, store_url, RUN)
+    assert {violation.rule for violation in found} >= {"verify: whole_hash", "verify: seal"}
