@@ -69,7 +69,7 @@ def test_a_name_in_the_architecture_is_in_its_file(reference: str) -> None:
     assert defines(tree_of(SOURCE / path).body, name)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/]+(?:\.py|/))`", ARCHITECTURE))))
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/]+(?:\.py|\.sql|/))`", ARCHITECTURE))))
 def test_a_path_in_the_architecture_is_there(path: str) -> None:
     # A room's own `command.py` stands for that of each.
     assert (SOURCE / path).exists() or list(SOURCE.glob(f"*/{path}"))
