@@ -162,7 +162,7 @@ class Database:
                 await self._release_in(loop, engines, released)
         # Which may be another thread that does so in this loop, and the loop must not end before.
         if leaving := self._leaving.get((os.getpid(), asyncio.get_running_loop())):
-            await asyncio.wrap_future(leaving)
+            await asyncio.shield(asyncio.wrap_future(leaving))
 
     async def _release_in(
         self, loop: asyncio.AbstractEventLoop, engines: Engines, released: Future[None]
