@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, insert, select, update
 
+from tests.support import probes
 from tests.support.entries import make_entry
 from tests.support.killed import killed_at
 from tests.support.rich import ODD_CALL, execute, fill_frozen, fill_richly, rows
@@ -481,6 +482,15 @@ async def test_both_databases_must_be_there_and_on_the_newest_revision(
     for source, target in ((store_url, other_url), (other_url, store_url)):
         with pytest.raises(SchemaMismatchError, match="db upgrade"):
             await copy(source, target)
+
+
+async def test_nothing_is_copied_of_a_database_that_may_hold_more_than_this_library_knows(
+    store_url: str, other_url: str
+) -> None:
+    await fill_richly(store_url)
+    probes.run_script(store_url, "UPDATE alembic_version SET version_num = '9999_later'")
+    with pytest.raises(SchemaMismatchError, match=r"9999_later.*does not know: upgrade tokencustody"):
+        await copy(store_url, other_url)
 
 
 async def test_an_intent_that_the_target_refused_otherwise_stays(store_url: str, other_url: str) -> None:

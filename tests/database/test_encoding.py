@@ -30,7 +30,7 @@ def encoded(request: pytest.FixtureRequest, postgres: Server) -> Iterator[tuple[
 async def test_a_database_of_another_encoding_is_refused_with_what_to_do(encoded: tuple[str, str]) -> None:
     encoding, url = encoded
     refusal = f"encoding {encoding}, .*createdb -E UTF8 -T template0"
-    for look in (migrate.upgrade, migrate.check, migrate.current, migrate.require_head):
+    for look in (migrate.upgrade, migrate.check, migrate.current, migrate.require_current):
         with pytest.raises(SchemaMismatchError, match=refusal):
             look(url)
     assert fetch(url, "SELECT FROM pg_tables WHERE schemaname = 'public'") == []

@@ -411,8 +411,23 @@ def test_a_database_that_must_be_upgraded_first_says_so(db: Db, empty_postgres_u
     assert "run `tokencustody db upgrade" in refusal(
         db, "grant --role auditor", alice, url=empty_postgres_url
     )
-    migrate.upgrade(empty_postgres_url, migrate.REVISIONS[-2])
+    migrate.upgrade(empty_postgres_url, "0004_audit")
     assert "run `tokencustody db upgrade" in refusal(db, "roles", url=empty_postgres_url)
+
+
+def test_an_older_library_grants_nothing_in_a_database_that_it_only_works_with(
+    db: Db, secured: Secured, alice: str
+) -> None:
+    assert db("grant --role worker --run run-1", alice).code == 0
+    before = state(secured)
+    fetch(secured.url, "UPDATE alembic_version SET version_num = '9999_later'")
+    try:
+        for asked in ("grant --role worker --run run-2", "revoke", "roles"):
+            name = [] if asked == "roles" else [alice]
+            assert refusal(db, asked, *name).strip().endswith("does not know: upgrade tokencustody")
+    finally:
+        fetch(secured.url, f"UPDATE alembic_version SET version_num = '{migrate.HEAD}'")
+    assert state(secured) == before
 
 
 def test_tables_in_a_schema_of_their_own_are_granted_with_the_schema(

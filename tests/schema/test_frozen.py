@@ -20,6 +20,7 @@ from tokencustody import TokenCaptureRetiredError, TokenCaptureSnapshot, open_st
 from tokencustody.database.url import parse_url
 from tokencustody.errors import PayloadConflictError, SchemaMismatchError
 from tokencustody.schema import migrate
+from tokencustody.schema.revisions import OLDEST
 from tokencustody.store import SqlStagingStore
 
 STAMPED = {"alembic_version", "wire_schema"}
@@ -88,10 +89,13 @@ async def test_a_frozen_database_is_upgraded_and_used(frozen_url: str, revision:
     expected = json.loads((freeze.FROZEN / f"{revision}.json").read_text())
     manifest, staged = expected.pop("manifest", None), expected.pop("staged", [])
     assert migrate.current(frozen_url) == revision
-    if revision != migrate.HEAD:
-        async with open_store(frozen_url) as store:
+    async with open_store(frozen_url) as store:
+        if revision < OLDEST:
             with pytest.raises(SchemaMismatchError, match=rf"{revision}.*{migrate.HEAD}.*db upgrade"):
                 await store.source.freeze("open")
+        else:
+            await store.sink.put(freeze.entry("between", "between"))
+            assert (await store.source.freeze("frozen")).snapshot_id == expected["frozen"]["snapshot_id"]
     assert migrate.upgrade(frozen_url) == (revision, migrate.HEAD)
     assert migrate.check(frozen_url) == []
 

@@ -15,9 +15,10 @@ from tokencustody.copying.report import CopiedRollout, CopyReport
 from tokencustody.copying.rows import DamagedRowError, Image, Spool, image_txn, proven_image_txn, row_key
 from tokencustody.database import registry
 from tokencustody.database.dialects import insert_if_absent
+from tokencustody.database.engine import Engines
 from tokencustody.database.url import DatabaseUrl, parse_url
 from tokencustody.errors import DamagedMarkError, InvalidRecordError, StoreUnavailableError
-from tokencustody.schema import migrate
+from tokencustody.schema import migrate, revisions
 from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.schema.tables import fences, intents, staged_calls
 from tokencustody.spill.files import spill_root
@@ -70,9 +71,7 @@ class Copier:
     ) -> None:
         self._addresses = source, target
         self._deadline = deadline
-        self._source = CaptureDatabase(
-            parse_url(source), deadline=_LONGEST_TRANSACTION, pool_size=1, read_only=True
-        )
+        self._source = _Source(parse_url(source), deadline=_LONGEST_TRANSACTION, pool_size=1, read_only=True)
         self._target = _Target(target, deadline=_LONGEST_TRANSACTION, pool_size=1)
 
     async def close(self) -> None:
@@ -193,6 +192,14 @@ class Copier:
         except DamagedRowError as exc:
             return _told(key, Outcome.FAILED, f"in the {side}, {exc}: run `tokencustody verify`")
         return _told(key, decision.outcome, decision.reason)
+
+
+class _Source(CaptureDatabase):
+    """The database that is copied, of which nothing must be unknown, or it would be left out."""
+
+    async def _find_tables(self, engines: Engines) -> None:
+        await super()._find_tables(engines)
+        await engines.read(lambda connection: revisions.ensure_known(connection, self.url.display))
 
 
 class _Target(SqlStore):

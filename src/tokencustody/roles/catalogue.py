@@ -22,7 +22,7 @@ from tokencustody.roles.roles import (
     literal,
     policy,
 )
-from tokencustody.schema import migrate
+from tokencustody.schema import revisions
 from tokencustody.states import Role
 
 # They see or change the server's files, the log of all databases, or any role.
@@ -51,6 +51,7 @@ class Place:
     """The tables as a transaction finds them."""
 
     shown: str
+    revision: str
     schema: str
     owner: str
     row_security: bool
@@ -60,14 +61,14 @@ class Place:
 
     @classmethod
     def found(cls, connection: Connection, shown: str) -> Place:
-        migrate.ensure_current(connection, shown)
+        revision = revisions.ensure_known(connection, shown)
         at = connection.execute(_TABLES, _NAMES).one()
         views = tuple(connection.scalars(_VIEWS, {"schema": at.schema}))
         recorded = connection.execute(_RECORDED, {"prefix": POLICY_PREFIX}).all()
         granted = {row.rolname: _granted(row.rolname, row.record) for row in recorded}
         by_hand = connection.scalars(_BY_HAND, _NAMES)
         others = tuple(name for name in by_hand if name not in granted)
-        return cls(shown, at.schema, at.owner, at.row_security, views, granted, others)
+        return cls(shown, revision, at.schema, at.owner, at.row_security, views, granted, others)
 
     def qualified(self, relation: str) -> str:
         return f"{identifier(self.schema)}.{identifier(relation)}"

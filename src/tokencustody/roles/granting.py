@@ -60,7 +60,7 @@ def grant(
         place.refuse_unless_owner(connection)
         oid = place.role_oid(connection, name)
         place.refuse_if_unbound(connection, name)
-        granted = Granted(name, role, _joined(place.granted.get(name), role, name, runs), migrate.HEAD)
+        granted = Granted(name, role, _joined(place.granted.get(name), role, name, runs), place.revision)
         others = [other for other in place.others if other != name]
         if others and not place.row_security and not force:
             raise RoleError(
@@ -99,7 +99,7 @@ def revoke(url: str, name: str, runs: Sequence[str] = (), *, dry_run: bool = Fal
         statements = place.taking_away(connection, name)
         granted, notes = None, []
         if held is not None and kept:
-            granted = Granted(name, held.role, kept, migrate.HEAD)
+            granted = Granted(name, held.role, kept, place.revision)
             statements += place.giving(granted, oid)
         else:
             statements.append(f"REVOKE USAGE ON SCHEMA {identifier(place.schema)} FROM {identifier(name)}")
@@ -212,7 +212,7 @@ def _refuse_if_more(connection: Connection, place: Place, granted: Granted) -> N
 def _checked(connection: Connection, place: Place, granted: Granted) -> Granted:
     less, more = _differences(connection, place, granted)
     problems = []
-    if granted.revision != migrate.HEAD:
+    if granted.revision != place.revision:
         problems.append(f"was granted at {granted.revision}, before the upgrade: grant it again")
     if less:
         problems.append(f"lacks {_named(less)}: grant it again")

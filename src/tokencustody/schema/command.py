@@ -14,8 +14,8 @@ import typer
 from tokencustody.terminal.printing import plural
 
 Result = TypeVar("Result")
-# What of a check an upgrade mends.
-_MENDED = re.compile(r"(missing|unexpected): (view|function) |revision: (none|000\d_\w+) instead of ")
+# What of a check an upgrade mends. Where it is the revision, further lines say which upgrade and when.
+_MENDED = re.compile(r"(missing|unexpected): (view|function) |revision: none instead of ")
 
 db = typer.Typer(help="Create, upgrade and check the tables of a database.", no_args_is_help=True)
 
@@ -39,13 +39,24 @@ class Dialect(StrEnum):
 
 @db.command()
 def upgrade(
-    url: Url, revision: Annotated[str, typer.Option(help="The revision to bring the database to.")] = "head"
+    url: Url,
+    revision: Annotated[str, typer.Option(help="The revision to bring the database to.")] = "head",
+    before: Annotated[
+        bool, typer.Option("--before", help="Only what this release must find; older workers go on.")
+    ] = False,
+    after: Annotated[
+        bool, typer.Option("--after", help="The rest, once the last worker of an older release has ended.")
+    ] = False,
 ) -> None:
-    """Bring a database to the newest revision, in one transaction."""
+    """Bring a database to the newest revision, in one transaction, or in two around the restart of its workers."""
     from tokencustody.schema import migrate
 
-    before, after = _in_steps(lambda progress: migrate.upgrade(url, revision, progress=progress))
-    _say_change(url, before, after)
+    if before + after + (revision != "head") > 1:
+        raise typer.BadParameter("give one of --before, --after and --revision")
+    part: migrate.Part | None = "before" if before else "after" if after else None
+    was, now = _in_steps(lambda progress: migrate.upgrade(url, revision, progress=progress, part=part))
+    _say_change(url, was, now)
+    _say_what_is_missing(url)
 
 
 @db.command()
@@ -68,22 +79,28 @@ def downgrade(
 
 @db.command()
 def current(url: Url, as_json: Json = False) -> None:
-    """Print the revision that a database is on. Exit code 1 for a SQLite file that does not exist."""
+    """Print the revision that a database is on, what it lacks, and whether this library works with it meanwhile.
+
+    Exit code 1 for a SQLite file that does not exist.
+    """
     from tokencustody.schema import migrate
 
-    revision = migrate.current(url)
+    found = migrate.standing(url)
     shown = _shown(url)
     if as_json:
-        typer.echo(json.dumps({"url": shown, "revision": revision, "head": migrate.HEAD}))
+        said = {"url": shown, "head": migrate.HEAD, **dataclasses.asdict(found)}
+        typer.echo(json.dumps(said | {"works": not said.pop("refusal")}))
     else:
-        typer.echo(f"{shown}: {revision or 'no tokencustody tables'} (this library: {migrate.HEAD})")
+        typer.echo(f"{shown}: {found.revision or 'no tokencustody tables'} (this library: {migrate.HEAD})")
+        _say_what_is_missing(url)
 
 
 @db.command()
 def check(url: Url, as_json: Json = False) -> None:
     """Compare a database with this library, without changing it. Exit code 1 if anything differs.
 
-    Of PostgreSQL it also says whether commits wait for a synchronous standby.
+    Of another revision it also says what is missing, and whether this library works meanwhile; of PostgreSQL, whether
+    commits wait for a synchronous standby.
     """
     from tokencustody.database import standby
     from tokencustody.database.url import parse_url
@@ -161,6 +178,13 @@ def _say_change(url: str, before: str | None, after: str | None) -> None:
         typer.echo(f"{shown}: already at {after or 'base'}")
     else:
         typer.echo(f"{shown}: {before or 'base'} → {after or 'base'}")
+
+
+def _say_what_is_missing(url: str) -> None:
+    from tokencustody.schema import migrate
+
+    for line in migrate.standing(url).lines(_shown(url)):
+        typer.echo(line)
 
 
 def _shown(url: str) -> str:

@@ -1,8 +1,7 @@
-"""Revisions of the schema: which one a database is on, how it gets to another, what a store demands of it.
+"""Taking a database from one revision to another, and looking where it stands.
 
-Opening a store costs two SELECTs and imports no Alembic. Migrations run in one transaction on both databases,
-version stamp included, and one at a time: on PostgreSQL behind an advisory lock of the transaction, on SQLite
-behind BEGIN IMMEDIATE, both taken before the current revision is read.
+Migrations run in one transaction on both databases, version stamp included, and one at a time: on PostgreSQL behind an
+advisory lock of the transaction, on SQLite behind BEGIN IMMEDIATE, both taken before the current revision is read.
 """
 
 from __future__ import annotations
@@ -13,30 +12,23 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sqlalchemy import Connection, func, select, text
 from sqlalchemy.pool import NullPool
 
-from tokencustody.codec.calls import SHARED_CODEC_VERSION
-from tokencustody.codec.staged import STAGED_CODEC_VERSION
 from tokencustody.database import engine, postgresql, sqlite
 from tokencustody.database.faults import classify, damage, unavailable
 from tokencustody.database.remedies import missing
 from tokencustody.database.url import DatabaseUrl, parse_url
 from tokencustody.errors import SchemaMismatchError, StoreUnavailableError
-from tokencustody.fingerprint import FINGERPRINT_VERSION
-from tokencustody.records import DIGEST_VERSION, SCHEMA_VERSION
-from tokencustody.schema import catalogue, tables
+from tokencustody.schema import catalogue, revisions, tables
 from tokencustody.schema.migrations import configuration
-from tokencustody.staging.digest import (
-    EXTRAS_DIGEST_VERSION,
-    STAGING_DIGEST_VERSION,
-    STAGING_SCHEMA_VERSION,
-)
+from tokencustody.schema.revisions import HEAD as HEAD
+from tokencustody.schema.revisions import OLDEST, TABLES, WIRE_SCHEMAS, Standing, Stored
+from tokencustody.schema.revisions import REVISIONS as REVISIONS
 from tokencustody.waits import waiting
 
 if TYPE_CHECKING:
@@ -48,21 +40,8 @@ Progress = Callable[[str], None]
 # Before and after.
 Revisions = tuple[str | None, str | None]
 Work = Callable[[Connection], Revisions]
-
-# Every released revision, oldest first. Kept here so that opening a store does not import Alembic.
-REVISIONS = ("0001_capture", "0002_staging", "0003_prefix_sharing", "0004_audit", "0005_late_ledger")
-HEAD = REVISIONS[-1]
-
-WIRE_SCHEMAS = {
-    "token_entry": SCHEMA_VERSION,
-    "token_digest": DIGEST_VERSION,
-    "fingerprint": FINGERPRINT_VERSION,
-    "payload_codec": SHARED_CODEC_VERSION,
-    "staging": STAGING_SCHEMA_VERSION,
-    "staging_digest": STAGING_DIGEST_VERSION,
-    "staging_extras_digest": EXTRAS_DIGEST_VERSION,
-    "staged_payload_codec": STAGED_CODEC_VERSION,
-}
+# What comes before the first worker of this release starts, and what after the last older one has ended.
+Part = Literal["before", "after"]
 
 # The advisory lock of migrations: "custody" in ASCII, as a 64-bit integer.
 LOCK_KEY = int.from_bytes(b"custody", "big")
@@ -77,24 +56,38 @@ class UnknownRevisionError(ValueError):
     """A revision was asked for that this library does not have. The message names those it has."""
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """What a database says of its schema. `revision` is None where nothing was migrated."""
-
-    revision: str | None
-    wire_schemas: dict[str, int] | None
-
-
-def upgrade(url: Url, revision: str = "head", progress: Progress | None = None) -> Revisions:
+def upgrade(
+    url: Url, revision: str = "head", progress: Progress | None = None, *, part: Part | None = None
+) -> Revisions:
     """Bring a database to `revision` and return the revisions before and after; creates a SQLite file.
 
     It happens whole or not at all, and of several at once one does the work. At head, views and functions that are
     missing or differ are made anew. `progress` gets a line for each of them, and for each revision as it is applied.
+
+    With `part` it ends elsewhere: "before" takes a database as far as this library needs and older ones go on, "after"
+    the rest of the way, once workers of this library may run. Either changes nothing and raises SchemaMismatchError
+    where it would stop workers.
+
     Raises SchemaMismatchError when the database is on a revision that this library does not know,
     StoreUnavailableError when it is out of reach, UnknownRevisionError.
     """
     _check_known(revision)
-    return _run(_parsed(url), lambda command, config: command.upgrade(config, revision), progress)
+    target = _parsed(url)
+
+    def run(command: Any, config: Config, found: Stored) -> None:
+        if part is None:
+            command.upgrade(config, revision)
+            return
+        refusal = revisions.refusal(found, target.display)
+        if part == "after":
+            if refusal:
+                raise SchemaMismatchError(f"{refusal}; --after comes when workers of this release run on it")
+            command.upgrade(config, HEAD)
+        elif refusal:
+            command.upgrade(config, OLDEST)
+            _refuse_to_shut_out(found, revisions.stored(config.attributes["connection"]))
+
+    return _run(target, run, progress)
 
 
 def downgrade(url: Url, revision: str, progress: Progress | None = None) -> Revisions:
@@ -107,7 +100,7 @@ def downgrade(url: Url, revision: str, progress: Progress | None = None) -> Revi
     target = _parsed(url)
     if _is_missing(target):
         raise StoreUnavailableError(missing(target))
-    return _run(target, lambda command, config: command.downgrade(config, revision), progress)
+    return _run(target, lambda command, config, _: command.downgrade(config, revision), progress)
 
 
 def current(url: Url) -> str | None:
@@ -118,7 +111,15 @@ def current(url: Url) -> str | None:
     target = _parsed(url)
     if _is_missing(target):
         raise StoreUnavailableError(missing(target))
-    return _connected(target, _stored, writes=False).revision
+    return _connected(target, revisions.stored, writes=False).revision
+
+
+def standing(url: Url) -> Standing:
+    """Return where a database stands to this library. Creates nothing; errors as in `current`."""
+    target = _parsed(url)
+    if _is_missing(target):
+        raise StoreUnavailableError(missing(target))
+    return revisions.standing(_connected(target, revisions.stored, writes=False), target.display)
 
 
 def check(url: Url) -> list[str]:
@@ -128,16 +129,20 @@ def check(url: Url) -> list[str]:
     and functions; what else is in the database is not looked at. Creates nothing.
     """
     target = _parsed(url)
-    return ["the file does not exist"] if _is_missing(target) else _connected(target, _problems, writes=False)
+    return (
+        ["the file does not exist"]
+        if _is_missing(target)
+        else _connected(target, lambda connection: _problems(connection, target.display), writes=False)
+    )
 
 
-def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
+def sql(url_or_dialect: Url, revision: str = "base:head") -> str:
     """Return the SQL that takes a database from one revision to another, without connecting to any.
 
-    `url_or_dialect` is a URL or one of "sqlite" and "postgresql"; `revisions` is "from:to", older first.
+    `url_or_dialect` is a URL or one of "sqlite" and "postgresql"; `revision` is "from:to", older first.
     Raises UnknownRevisionError.
     """
-    older, _, newer = revisions.partition(":")
+    older, _, newer = revision.partition(":")
     _check_known(older)
     _check_known(newer)
     dialect = (
@@ -149,19 +154,19 @@ def sql(url_or_dialect: Url, revisions: str = "base:head") -> str:
 
         config = configuration(output_buffer=buffer)
         config.attributes["dialect"] = dialect
-        command.upgrade(config, revisions, sql=True)
+        command.upgrade(config, revision, sql=True)
     return buffer.getvalue()
 
 
-def require_head(url: Url) -> None:
-    """Raise SchemaMismatchError, with the command to run, unless a database is on the newest revision. Creates nothing.
+def require_current(url: Url) -> None:
+    """Raise SchemaMismatchError, with what to do, unless this library works with a database. Creates nothing.
 
     A SQLite file that does not exist is a StoreUnavailableError.
     """
     target = _parsed(url)
     if _is_missing(target):
         raise StoreUnavailableError(missing(target))
-    _connected(target, lambda connection: ensure_current(connection, target.display), writes=False)
+    _connected(target, lambda connection: revisions.ensure_current(connection, target.display), writes=False)
 
 
 async def is_new_sqlite(url: DatabaseUrl, *, read_only: bool = False) -> bool:
@@ -183,27 +188,10 @@ async def create_sqlite(url: DatabaseUrl) -> None:
     await sqlite.in_thread(
         lambda: _run(
             url,
-            lambda command, config: command.upgrade(config, "head"),
+            lambda command, config, _: command.upgrade(config, "head"),
             transact=partial(_soon_on_sqlite, writes=True),
         )
     )
-
-
-def ensure_current(connection: Connection, display_url: str) -> None:
-    """Raise SchemaMismatchError, with the command to run, unless the database fits this library.
-
-    Two SELECTs inside the caller's transaction.
-    """
-    stored = _stored(connection)
-    if problem := _revision_problem(stored, display_url):
-        raise SchemaMismatchError(problem)
-    for name, version in (stored.wire_schemas or {}).items():
-        known = WIRE_SCHEMAS.get(name, 0)
-        if version > known:
-            raise SchemaMismatchError(
-                f"{display_url} holds wire schema {name} version {version}, newer than this library's "
-                f"version {known}: upgrade tokencustody"
-            )
 
 
 def in_transaction(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Result:
@@ -216,7 +204,7 @@ def in_transaction(url: DatabaseUrl, work: Callable[[Connection], Result]) -> Re
 
 def _run(
     url: DatabaseUrl,
-    run: Callable[[Any, Config], None],
+    run: Callable[[Any, Config, Stored], None],
     progress: Progress | None = None,
     *,
     transact: Callable[[DatabaseUrl, Work], Revisions] = in_transaction,
@@ -224,9 +212,9 @@ def _run(
     def work(connection: Connection) -> Revisions:
         from alembic import command
 
-        before = _stored(connection)
-        if before.revision is not None and before.revision not in REVISIONS:
-            raise SchemaMismatchError(_revision_problem(before, url.display))
+        before = revisions.stored(connection)
+        if before.revision not in (None, *REVISIONS):
+            raise SchemaMismatchError(revisions.unknown(before, url.display))
         if before.revision is None:
             catalogue.refuse_strangers(connection, tables.metadata, url.display)
         config = configuration()
@@ -236,12 +224,12 @@ def _run(
                 f"{'applied' if step.is_upgrade else 'undid'} {step.up_revision_id}"
             )
         try:
-            run(command, config)
+            run(command, config, before)
         except SchemaMismatchError as exc:
             raise SchemaMismatchError(
                 f"{exc}; nothing was changed, {url.display} is on revision {before.revision} as before"
             ) from None
-        after = _stored(connection).revision
+        after = revisions.stored(connection).revision
         if after is None:
             # Alembic leaves its own table behind, empty.
             connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
@@ -317,6 +305,16 @@ def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
         return thread.submit(asyncio.run, work).result()
 
 
+def _refuse_to_shut_out(before: Stored, after: Stored) -> None:
+    """Raise SchemaMismatchError if libraries that work with a database as it was would not as it is now."""
+    versions = before.wire_schemas or {}
+    if before.revision is not None and (TABLES not in versions or versions != after.wire_schemas):
+        raise SchemaMismatchError(
+            f"this library works with {OLDEST} and later, libraries that work with {before.revision} do not: end "
+            "their workers and upgrade without --before, or upgrade with the releases between, one after the other"
+        )
+
+
 def _check_known(revision: str) -> None:
     if revision not in (*REVISIONS, "base", "head"):
         raise UnknownRevisionError(
@@ -338,56 +336,12 @@ def _is_missing(url: DatabaseUrl) -> bool:
         raise StoreUnavailableError(f"{url.display} is not available: {exc.strerror}") from exc
 
 
-def _stored(connection: Connection) -> _Stored:
-    if connection.dialect.name == "sqlite":
-        names = (
-            "SELECT name FROM sqlite_master "
-            "WHERE type = 'table' AND name IN ('alembic_version', 'wire_schema')"
-        )
-    else:
-        names = (
-            "SELECT name FROM (VALUES ('alembic_version'), ('wire_schema')) AS wanted (name) "
-            "WHERE to_regclass(name) IS NOT NULL"
-        )
-    present = set(connection.scalars(text(names)))
-    if "alembic_version" not in present:
-        return _Stored(None, None)
-    if "wire_schema" not in present:
-        revisions = connection.scalars(text("SELECT version_num FROM alembic_version")).all()
-        return _Stored(", ".join(sorted(revisions)) or None, None)
-    rows = connection.execute(
-        text("SELECT version_num, name, version FROM alembic_version LEFT JOIN wire_schema ON true")
-    ).all()
-    return _Stored(
-        ", ".join(sorted({row.version_num for row in rows})) or None,
-        {row.name: row.version for row in rows if row.name is not None},
-    )
-
-
-def _revision_problem(stored: _Stored, display_url: str) -> str:
-    if stored.revision == HEAD:
-        return ""
-    command = f"run `tokencustody db upgrade --url {display_url}`"
-    if stored.revision is None:
-        return f"{display_url} has no tokencustody tables (this library is on revision {HEAD}): {command}"
-    if stored.revision in REVISIONS:
-        return f"{display_url} is on revision {stored.revision}, this library on {HEAD}: {command}"
-    if stored.wire_schemas is None:
-        return (
-            f"{display_url} is on revision {stored.revision} of another application (this library is on "
-            f"{HEAD}): give tokencustody a database or a PostgreSQL schema of its own"
-        )
-    return (
-        f"{display_url} is on revision {stored.revision}, which this library, on {HEAD}, does not know: "
-        "upgrade tokencustody"
-    )
-
-
-def _problems(connection: Connection) -> list[str]:
-    stored = _stored(connection)
-    if stored.revision != HEAD:
-        return [f"revision: {stored.revision or 'none'} instead of {HEAD}"]
-    versions = stored.wire_schemas or {}
+def _problems(connection: Connection, shown: str) -> list[str]:
+    found = revisions.stored(connection)
+    if found.revision != HEAD:
+        lines = revisions.standing(found, shown).lines(shown)
+        return [f"revision: {found.revision or 'none'} instead of {HEAD}", *lines]
+    versions = found.wire_schemas or {}
     problems = [
         f"wire schema {name}: {versions.get(name, 'missing')} instead of {WIRE_SCHEMAS.get(name, 'none')}"
         for name in sorted(WIRE_SCHEMAS.keys() | versions.keys())

@@ -6,12 +6,12 @@ from tokencustody.database.engine import Engines
 from tokencustody.database.remedies import missing
 from tokencustody.database.transactions import Database
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.schema import migrate
+from tokencustody.schema import migrate, revisions
 from tokencustody.schema.migrations import prepare
 
 
 class CaptureDatabase(Database):
-    """The way to a database of captures; the first call finds its tables there, on a revision that it knows."""
+    """The way to a database of captures; the first call finds its tables there, on a revision that it works with."""
 
     def _make_ready(self) -> None:
         if self.url.is_sqlite and self._creates:
@@ -22,4 +22,4 @@ class CaptureDatabase(Database):
             if not self._creates:
                 raise StoreUnavailableError(missing(self.url))
             await migrate.create_sqlite(self.url)
-        await engines.read(lambda connection: migrate.ensure_current(connection, self.url.display))
+        await engines.read(lambda connection: revisions.ensure_current(connection, self.url.display))

@@ -94,8 +94,8 @@ class Queries(Protocol):
 
 
 def open_queries(url: DatabaseUrl) -> Queries:
-    """Return a database to be asked. Raises SchemaMismatchError unless it is on the newest revision."""
-    migrate.require_head(url)
+    """Return a database to be asked. Raises SchemaMismatchError unless this library works with it."""
+    migrate.require_current(url)
     return SqliteQueries(url) if url.is_sqlite else PostgresqlQueries(url)
 
 
