@@ -184,7 +184,7 @@ def _reader() -> InMemoryMetricReader:
 
 def test_without_open_telemetry_nothing_is_missed() -> None:
     hide = "import sys; sys.modules['opentelemetry'] = None"
-    code = f"{hide}; from tokencustody.sql import telemetry; print(telemetry.publish())"
+    code = f"{hide}; from tokencustody.database import telemetry; print(telemetry.publish())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

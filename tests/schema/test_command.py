@@ -73,7 +73,9 @@ def test_json_says_the_same(empty_url: str) -> None:
     shown = parse_url(empty_url).display
     make_file(empty_url)
     before = json.loads(run("current", "--json", "--url", empty_url).output)
-    assert before == {"url": shown, "revision": None, "head": migrate.HEAD}
+    assert (before["url"], before["revision"], before["head"]) == (shown, None, migrate.HEAD)
+    assert (*before["before"], *before["after"]) == migrate.REVISIONS
+    assert not before["works"]
     refused = json.loads(run("check", "--json", "--url", empty_url, code=1).output)
     standbys = None if empty_url.startswith("sqlite") else {"names": "", "connected": 0}
     assert refused == {
@@ -154,7 +156,7 @@ def test_a_downgrade_that_is_killed_on_its_way_leaves_all_as_it_was(empty_url: s
     before = probes.catalogue(empty_url), probes.routines(empty_url)
     killed = """
 import os, signal, sys
-from tokencustody.sql import migrate
+from tokencustody.schema import migrate
 steps = []
 def progress(step):
     steps.append(step)

@@ -265,7 +265,7 @@ def test_the_revisions_in_code_are_those_of_the_scripts() -> None:
     from alembic.script import ScriptDirectory
 
     config = Config()
-    config.set_main_option("script_location", "tokencustody:migrations")
+    config.set_main_option("script_location", "tokencustody.schema:migrations")
     scripts = ScriptDirectory.from_config(config)
     walked = [script.revision for script in scripts.walk_revisions()]
     assert list(migrate.REVISIONS) == walked[::-1]

@@ -60,7 +60,7 @@ def test_a_downgrade_that_fails_loses_nothing(empty_url: str) -> None:
 
 
 def test_two_upgrades_at_the_same_time_both_succeed_and_one_does_the_work(empty_url: str) -> None:
-    with probes.workers(2, "from tokencustody.sql import migrate", "migrate.upgrade(url)") as two:
+    with probes.workers(2, "from tokencustody.schema import migrate", "migrate.upgrade(url)") as two:
         for _ in range(ROUNDS):
             reports = two.act_on(empty_url)
             assert sorted(reports) == sorted([str((None, migrate.HEAD)), str((migrate.HEAD, migrate.HEAD))])
@@ -72,7 +72,7 @@ async def test_an_upgrade_waits_for_the_documented_advisory_lock(empty_postgres_
     waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
     holder = await asyncpg.connect(empty_postgres_url)
     try:
-        with probes.workers(1, "from tokencustody.sql import migrate", "migrate.upgrade(url)") as one:
+        with probes.workers(1, "from tokencustody.schema import migrate", "migrate.upgrade(url)") as one:
             async with holder.transaction():
                 await holder.execute("SELECT pg_advisory_xact_lock($1)", migrate.LOCK_KEY)
                 one.tell(empty_postgres_url)
@@ -90,7 +90,7 @@ def test_upgrades_wait_even_where_serializable_is_the_default(empty_postgres_url
     probes.rows(
         empty_postgres_url, f'ALTER DATABASE "{name}" SET default_transaction_isolation = serializable'
     )
-    with probes.workers(2, "from tokencustody.sql import migrate", "migrate.upgrade(url)") as two:
+    with probes.workers(2, "from tokencustody.schema import migrate", "migrate.upgrade(url)") as two:
         for _ in range(ROUNDS):
             reports = two.act_on(empty_postgres_url)
             assert sorted(reports) == sorted([str((None, migrate.HEAD)), str((migrate.HEAD, migrate.HEAD))])
