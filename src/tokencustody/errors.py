@@ -116,7 +116,7 @@ class RoleError(RuntimeError):
 
 
 class SchemaMismatchError(RuntimeError):
-    """The database is not one for this library: on another revision, or in another encoding than UTF8.
+    """The database is not one for this library: on a revision out of its range, or in another encoding than UTF8.
 
     The message names both and the command to run.
     """

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.roles.secured import secured_database
 from tests.schema.releases import AFTER, BEFORE, THIS, Workers, make_next, run, working
 from tests.schema.test_command import run as run_here
 from tests.support import probes
+from tests.support.postgres import Server
 from tokencustody import open_store
 from tokencustody.database.url import parse_url
 from tokencustody.errors import SchemaMismatchError
+from tokencustody.roles.granting import grant
 from tokencustody.schema import migrate
 from tokencustody.schema.revisions import OLDEST, TABLES
+from tokencustody.states import Role
 
 
 def written(workers: Workers) -> set[str]:
@@ -59,6 +63,44 @@ async def test_workers_of_two_releases_write_while_their_database_is_upgraded(
     async with open_store(empty_url) as store:
         with pytest.raises(SchemaMismatchError, match=rf"{AFTER}.*{migrate.HEAD}.*upgrade tokencustody"):
             await store.source.freeze("rollout")
+
+
+def test_workers_that_were_granted_their_role_go_on_while_it_is_granted_again(
+    postgres: Server, tmp_path: Path
+) -> None:
+    following = make_next(tmp_path / "next")
+    with secured_database(postgres, "worker") as (database, (worker,)):
+        grant(database.url, Role.WORKER, worker, ["default"])
+
+        def by_next(*arguments: str) -> str:
+            ended = run(following, "db", *arguments, "--url", database.url)
+            assert ended.returncode == 0, ended
+            return ended.stdout
+
+        def grant_again() -> None:
+            stale = run(following, "db", "roles", "--url", database.url)
+            assert (stale.returncode, "before the upgrade: grant it again" in stale.stdout) == (1, True), (
+                stale
+            )
+            by_next("grant", "--role", "worker", "--run", "default", worker)
+            by_next("roles")
+
+        with working(THIS, database.url_as(worker), "older") as older:
+            older.go_on()
+            by_next("upgrade", "--before")
+            older.go_on()
+            grant_again()
+            older.go_on()
+            with working(following, database.url_as(worker), "newer") as newer:
+                newer.go_on()
+                acknowledged = written(older)
+                by_next("upgrade", "--after")
+                newer.go_on()
+                grant_again()
+                newer.go_on()
+                acknowledged |= written(newer)
+        stored = probes.rows(database.url, "SELECT rollout_id, count(*) FROM entries GROUP BY rollout_id")
+        assert dict(stored) == dict.fromkeys(acknowledged, 3)
 
 
 def test_a_database_goes_back_to_an_older_release(empty_url: str, tmp_path: Path) -> None:

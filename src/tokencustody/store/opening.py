@@ -85,8 +85,8 @@ def open_store(
     """Return the stores of `run` in the database at `url`, to be used in `async with` or closed with `close()`.
 
     Opening is lazy: the first call connects, creates the tables of a SQLite file that is new, and raises
-    SchemaMismatchError when the database is on another revision. Raises InvalidRecordError for an option that makes no
-    sense. The options are those of every store:
+    SchemaMismatchError when this library does not work with its revision. Raises InvalidRecordError for an option that
+    makes no sense. The options are those of every store:
 
     - `run`: the namespace of every rollout id, under the same rules as an id.
     - `writer`: signs rows instead of `host:pid`.

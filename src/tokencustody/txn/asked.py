@@ -24,7 +24,7 @@ _HOLDERS = (fences, staged_calls)
 async def reach(
     url: str | os.PathLike[str], *, deadline: float | None = None, read_only: bool = True
 ) -> None:
-    """Find the database there and on the newest revision, within ten seconds unless `deadline` says otherwise.
+    """Find the database there and on a revision that works, within ten seconds unless `deadline` says otherwise.
 
     Unless `read_only`, a SQLite file that does not exist is made. Raises StoreUnavailableError, SchemaMismatchError.
     """

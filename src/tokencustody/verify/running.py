@@ -59,8 +59,9 @@ def verify(
     file is removed at the end. The findings are in the order of run, rollout and call, whatever the number of jobs.
 
     Raises StoreUnavailableError when the database cannot be reached for `deadline` seconds or may not be read,
-    SchemaMismatchError for another revision, RolloutNotFoundError for a run or rollout id in `wanted` that nothing has
-    and for a filter that nothing matches, and InvalidRecordError for a checkpoint that belongs to something else.
+    SchemaMismatchError for a revision that does not fit this library, RolloutNotFoundError for a run or rollout id
+    in `wanted` that nothing has and for a filter that nothing matches, and InvalidRecordError for a checkpoint that
+    belongs to something else.
     """
     if type(jobs) is not int or jobs < 1:
         raise InvalidRecordError(f"jobs must be an integer of at least 1, not {jobs!r}")
