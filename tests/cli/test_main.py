@@ -142,11 +142,12 @@ def test_a_postgresql_database_without_tables_names_the_command_to_run(
     assert f"run `tokencustody db upgrade --url {parse_url(empty_postgres_url).display}`" in line
 
 
-def test_a_newer_revision_is_named(failing: Failing, sqlite_url: str) -> None:
+def test_a_newer_revision_that_shuts_this_library_out_is_named(failing: Failing, sqlite_url: str) -> None:
     migrate.upgrade(sqlite_url)
     connection = sqlite3.connect(parse_url(sqlite_url).dsn)
     with connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999_later'")
+        connection.execute("UPDATE wire_schema SET version = 9999 WHERE name = 'tables'")
     connection.close()
     line = failing("rollouts", "--url", sqlite_url)
     assert "9999_later" in line

@@ -25,7 +25,7 @@ from tokencustody import CaptureStore, SqlTokenSink, open_store
 from tokencustody.database import portal, registry, sqlite
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.schema import migrate, tables
+from tokencustody.schema import migrate, revisions, tables
 
 Points = dict[str, Callable[[], Awaitable[None]]]
 
@@ -141,7 +141,7 @@ async def test_a_fork_while_a_file_is_created_waits_until_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    look = migrate._stored
+    look = revisions.stored
 
     def look_and_wait(*arguments: object) -> object:
         monkeypatch.undo()
@@ -149,7 +149,7 @@ async def test_a_fork_while_a_file_is_created_waits_until_it_is_there(
         go_on.wait(30)
         return look(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(migrate, "_stored", look_and_wait)
+    monkeypatch.setattr(revisions, "stored", look_and_wait)
     async with open_store(tmp_path / "parent.db") as store, open_store(tmp_path / "child.db") as other:
         put = asyncio.create_task(store.sink.put(make_entry()))
         assert await asyncio.to_thread(inside.wait, 30)
