@@ -160,7 +160,8 @@ class Database:
             # What another process opened, or a loop that runs no more, is out of reach.
             if engines is not None and pid == os.getpid() and loop.is_running():
                 await self._release_in(loop, engines, released)
-        # Which may be another thread that does so in this loop, and the loop must not end before.
+        # Which may be another thread that does so in this loop, and the loop must not end before. A caller who is
+        # cancelled would cancel it for every other.
         if leaving := self._leaving.get((os.getpid(), asyncio.get_running_loop())):
             await asyncio.shield(asyncio.wrap_future(leaving))
 
