@@ -63,6 +63,14 @@ async def test_a_call_on_a_connection_that_was_said_to_end_while_it_lay_idle_suc
         assert store.stats()["retries_connection"] >= 1
 
 
+async def test_a_store_closes_at_once_whose_idle_connections_were_forgotten(
+    postgres_url: str, relay: ChaosRelay
+) -> None:
+    async with open_store(relay.url(postgres_url), deadline=600) as store:
+        await store.sink.put(make_entry())
+        assert relay.forget_all() >= 1
+
+
 async def test_one_silent_connection_is_enough_to_distrust_all_that_lay_idle_beside_it(
     postgres_url: str, relay: ChaosRelay
 ) -> None:

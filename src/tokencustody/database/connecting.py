@@ -84,8 +84,13 @@ class Driver(asyncpg.Connection):
             raise ConnectionResetError("the wait for a synchronous standby was cancelled")
 
     async def close(self, *, timeout: float | None = None) -> None:
-        # SQLAlchemy sets a time, of two seconds, only for a connection that it gives up.
-        await super().close(timeout=timeout and _LONGEST_FAREWELL)
+        # SQLAlchemy sets a time, of two seconds, only for a connection that it gives up. One that lay idle may have
+        # been forgotten on the way, where nobody hears a farewell.
+        try:
+            await super().close(timeout=_LONGEST_FAREWELL if timeout else self.patience())
+        except TimeoutError:
+            if timeout:
+                raise
 
 
 def _hear(connection: Any, message: asyncpg.PostgresLogMessage) -> None:
