@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -90,6 +91,7 @@ def _running_server(config: pytest.Config) -> Server:
         try:
             config.stash[_SERVER] = stack.enter_context(postgres_server())
         except NoPostgresError as exc:
+            getattr(config, "workeroutput", {})["no server"] = str(exc)
             pytest.exit(str(exc), returncode=pytest.ExitCode.USAGE_ERROR)
     return config.stash[_SERVER]
 
@@ -102,8 +104,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Hear of a worker that has ended which server it had."""
-    _servers.add(getattr(node, "workeroutput", {}).get("server"))
+    """Hear of a worker that has ended which server it had, or why none."""
+    said = getattr(node, "workeroutput", {})
+    _servers.add(said.get("server"))
+    if "no server" in said:
+        pytest.exit(said["no server"], returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -155,10 +160,26 @@ def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture(scope="session")
+def _migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokencustody.schema import migrate
+
+    file = tmp_path_factory.mktemp("template") / "captures.db"
+    migrate.upgrade(file)
+    return file
+
+
 @pytest.fixture
-def sqlite_url(tmp_path: Path) -> str:
+def new_sqlite_url(tmp_path: Path) -> str:
     """A SQLite file that does not exist yet; the first store to open it creates it."""
     return f"sqlite:///{tmp_path / 'captures.db'}"
+
+
+@pytest.fixture
+def sqlite_url(new_sqlite_url: str, _migrated_file: Path) -> str:
+    """A new SQLite file on the newest revision."""
+    shutil.copy(_migrated_file, new_sqlite_url.removeprefix("sqlite:///"))
+    return new_sqlite_url
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +217,13 @@ def _nothing_left_open() -> Iterator[None]:
 def store_url(request: pytest.FixtureRequest) -> str:
     """A database that is ready for a store, once of each kind."""
     url: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
+    return url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def unused_store_url(request: pytest.FixtureRequest) -> str:
+    """A database that no store has opened, once of each kind; on SQLite the first one creates the file."""
+    url: str = request.getfixturevalue("new_sqlite_url" if request.param == "sqlite" else "postgres_url")
     return url
 
 

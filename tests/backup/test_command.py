@@ -91,7 +91,6 @@ def folder_of(url: str) -> Path:
 def test_a_backup_holds_every_call_that_was_acknowledged_before_it_began_whatever_writes_meanwhile(
     sqlite_url: str, tmp_path: Path
 ) -> None:
-    migrate.upgrade(sqlite_url)
     runs = ["one", "two", "three"]
     acknowledged: dict[str, set[str]] = {}
     file = tmp_path / "backup.db"
@@ -134,7 +133,6 @@ def test_a_plain_copy_of_a_file_that_is_in_use_lacks_acknowledged_calls_and_a_ba
             shutil.copy(parse_url(sqlite_url).dsn, tmp_path / "copied.db")
             await asyncio.to_thread(back_up, sqlite_url, tmp_path / "backup.db")
 
-    migrate.upgrade(sqlite_url)
     asyncio.run(copy_while_open())
     written = {"call-0", "call-1", "call-2"}
     assert calls_of(tmp_path / "copied.db", "here") == set()
@@ -155,10 +153,10 @@ def test_a_backup_is_read_by_its_owner_only_and_opens_as_a_store(filled_url: str
 
 
 def test_a_database_of_an_older_revision_can_be_backed_up_before_it_is_upgraded(
-    sqlite_url: str, tmp_path: Path
+    new_sqlite_url: str, tmp_path: Path
 ) -> None:
-    migrate.upgrade(sqlite_url, "0001_capture")
-    made = back_up(sqlite_url, tmp_path / "backup.db")
+    migrate.upgrade(new_sqlite_url, "0001_capture")
+    made = back_up(new_sqlite_url, tmp_path / "backup.db")
     assert (made.revision, made.staged_calls) == ("0001_capture", 0)
     assert migrate.upgrade(f"sqlite:///{tmp_path / 'backup.db'}") == ("0001_capture", migrate.HEAD)
 

@@ -23,7 +23,6 @@ from tests.support.ledger import make_commit
 from tokencustody.cli import main
 from tokencustody.control import RolloutControlClient, make_control_app, server
 from tokencustody.database.url import parse_url
-from tokencustody.schema import migrate
 from tokencustody.store import SqlLineageStore
 
 # The package has the command of the same name.
@@ -31,13 +30,6 @@ serve = importlib.import_module("tokencustody.control.command")
 
 VARIABLE = "TRAINER_TOKEN"
 Failing = Callable[..., str]
-
-
-@pytest.fixture
-def sqlite_url(sqlite_url: str) -> str:
-    """A SQLite file that is there, for the command makes none."""
-    migrate.upgrade(sqlite_url)
-    return sqlite_url
 
 
 @contextlib.contextmanager

@@ -67,14 +67,14 @@ def test_a_conflict_is_told_with_exit_code_1(run, store_url: str, target: str) -
 
 
 def test_expected_errors_are_one_line(
-    run, sqlite_url: str, target: str, monkeypatch: pytest.MonkeyPatch
+    run, new_sqlite_url: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TOKENCUSTODY_URL", sqlite_url)
+    monkeypatch.setenv("TOKENCUSTODY_URL", new_sqlite_url)
     missing = run("--to", target)
     assert (missing.code, len(missing.err.splitlines())) == (1, 1)
     assert "does not exist" in missing.err
-    asyncio.run(fill_richly(sqlite_url))
-    same = run("--to", sqlite_url)
+    asyncio.run(fill_richly(new_sqlite_url))
+    same = run("--to", new_sqlite_url)
     assert (same.code, len(same.err.splitlines())) == (1, 1)
     assert "are the same database" in same.err
-    assert run("--from", sqlite_url).code == 2
+    assert run("--from", new_sqlite_url).code == 2

@@ -449,14 +449,12 @@ async def test_many_staged_rollouts_without_a_fence_are_all_copied(
         "payload": b"",
         "payload_sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
     }
-    migrate.upgrade(store_url)
     await execute(store_url, *(insert(staged_calls).values(row | {"rollout_id": name}) for name in names))
     assert (await copy(store_url, other_url)).outcomes == {Outcome.COPIED: 10}
     assert await rows(other_url) == await rows(store_url)
 
 
 async def test_a_database_is_not_copied_to_itself(store_url: str, tmp_path: Path) -> None:
-    migrate.upgrade(store_url)
     others = [store_url]
     if store_url.startswith("sqlite"):
         link = tmp_path / "link.db"

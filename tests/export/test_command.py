@@ -238,17 +238,17 @@ def test_wrong_usage_gives_exit_code_2_and_no_folder(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_expected_error_is_one_line(sqlite_url: str, tmp_path: Path, run: Any) -> None:
-    missing = run(tmp_path / "out", "--url", sqlite_url)
+def test_an_expected_error_is_one_line(new_sqlite_url: str, tmp_path: Path, run: Any) -> None:
+    missing = run(tmp_path / "out", "--url", new_sqlite_url)
     assert (missing.code, missing.out, missing.err.count("\n")) == (1, "", 1)
     assert "does not exist" in missing.err
     assert not (tmp_path / "out").exists()
-    asyncio.run(put_linear(sqlite_url, 1))
+    asyncio.run(put_linear(new_sqlite_url, 1))
     (tmp_path / "thesis.txt").touch()
-    refused = run(tmp_path, "--url", sqlite_url)
+    refused = run(tmp_path, "--url", new_sqlite_url)
     assert (refused.code, refused.err.count("\n")) == (1, 1)
     assert "holds other files" in refused.err
-    badly_named = run(tmp_path / "out", "--url", sqlite_url, "--run", "a b")
+    badly_named = run(tmp_path / "out", "--url", new_sqlite_url, "--run", "a b")
     assert (badly_named.code, badly_named.err.count("\n")) == (1, 1)
 
 

@@ -352,7 +352,6 @@ async def _as_task(coroutine: Coroutine[Any, Any, object]) -> object:
 @contextlib.contextmanager
 def bench_on(url: str) -> Iterator[tuple[asyncio.Runner, Bench]]:
     with asyncio.Runner() as runner:
-        migrate.upgrade(url)
         watcher = Watcher(url)
         runner.run(watcher.__aenter__())
         bench = Bench(url, watcher)
@@ -405,7 +404,6 @@ def test_wherever_however_often_and_in_whichever_mode_a_call_is_cancelled_it_is_
 async def test_of_a_batch_whose_callers_are_all_cancelled_at_its_commit_nothing_is_left_open(
     store_url: str, faults: Points, point: str
 ) -> None:
-    migrate.upgrade(store_url)
     async with Watcher(store_url) as watcher, open_store(store_url, deadline=DEADLINE) as store:
         await store.sink.put(call(1))
 
@@ -481,7 +479,6 @@ async def nobody_is_connected(watcher: Watcher) -> None:
 async def test_a_close_that_is_cancelled_still_closes_every_connection(
     store_url: str, faults: Points
 ) -> None:
-    migrate.upgrade(store_url)
     async with Watcher(store_url) as watcher:
         was_cancelled, nth = True, 0
         while was_cancelled:

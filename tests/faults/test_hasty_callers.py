@@ -90,7 +90,6 @@ async def test_a_store_closes_at_once_though_a_connection_is_still_being_made(
 async def test_callers_with_the_patience_for_a_warm_call_get_through_a_first_use(
     store_url: str, operation: Operation
 ) -> None:
-    migrate.upgrade(store_url)
     async with open_store(store_url, run="warm") as store:
         await store.sink.put(make_entry("warm"))
         warm = Stepped(operation(store), 0, lambda: None)
@@ -106,13 +105,14 @@ async def test_callers_with_the_patience_for_a_warm_call_get_through_a_first_use
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 4, 8, 16, 32, 64])
 async def test_a_store_closes_while_its_first_use_goes_on_for_a_cancelled_caller(
-    store_url: str, turns: int
+    unused_store_url: str, turns: int
 ) -> None:
-    async with open_store(store_url) as store:
+    async with open_store(unused_store_url) as store:
         assert await cancelled_at(store.sink.put(make_entry()), 1)
         for _ in range(turns):
             await asyncio.sleep(0)
-    if not store_url.startswith("sqlite") or await asyncio.to_thread(Path(parse_url(store_url).dsn).exists):
-        assert migrate.current(store_url) in (None, migrate.HEAD)
-    async with open_store(store_url) as store:
+    is_file = unused_store_url.startswith("sqlite")
+    if not is_file or await asyncio.to_thread(Path(parse_url(unused_store_url).dsn).exists):
+        assert migrate.current(unused_store_url) in (None, migrate.HEAD)
+    async with open_store(unused_store_url) as store:
         await store.sink.put(make_entry())

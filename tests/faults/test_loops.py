@@ -19,7 +19,6 @@ from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.database.registry import open_engines
 from tokencustody.database.url import parse_url
 from tokencustody.errors import StoreClosedError
-from tokencustody.schema import migrate
 from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.spill.marks import Spill
 from tokencustody.spill.replaying import Replayer
@@ -34,13 +33,6 @@ def faults() -> Iterator[Points]:
     """The table of fault points, empty again afterwards."""
     yield FAULT_POINTS
     FAULT_POINTS.clear()
-
-
-@pytest.fixture
-def ready_url(store_url: str) -> str:
-    """A database that has its tables."""
-    migrate.upgrade(store_url)
-    return store_url
 
 
 class LoopThread:
@@ -72,12 +64,12 @@ def frozen_calls(url: str) -> set[str]:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one store", "a store for each loop"])
-def test_loops_in_several_threads_put_at_once_and_lose_nothing(ready_url: str, shared: bool) -> None:
-    one = SqlTokenSink(ready_url)
+def test_loops_in_several_threads_put_at_once_and_lose_nothing(store_url: str, shared: bool) -> None:
+    one = SqlTokenSink(store_url)
     together = threading.Barrier(THREADS)
 
     async def put(thread: int) -> None:
-        sink = one if shared else SqlTokenSink(ready_url)
+        sink = one if shared else SqlTokenSink(store_url)
         await asyncio.to_thread(together.wait)
         for number in range(PUTS):
             await sink.put(make_entry(model_call_id=f"call-{thread}-{number}"))
@@ -91,11 +83,11 @@ def test_loops_in_several_threads_put_at_once_and_lose_nothing(ready_url: str, s
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda thread: asyncio.run(put(thread)), range(THREADS)))
     assert open_engines() == []
-    assert len(frozen_calls(ready_url)) == THREADS * PUTS
+    assert len(frozen_calls(store_url)) == THREADS * PUTS
 
 
-def test_a_store_whose_loops_come_and_go_in_other_threads_keeps_serving_and_closes(ready_url: str) -> None:
-    sink = SqlTokenSink(ready_url)
+def test_a_store_whose_loops_come_and_go_in_other_threads_keeps_serving_and_closes(store_url: str) -> None:
+    sink = SqlTokenSink(store_url)
     with LoopThread() as staying:
         staying.run(sink.put(make_entry(model_call_id="first")))
         with LoopThread() as leaving:
@@ -112,13 +104,13 @@ def test_a_store_whose_loops_come_and_go_in_other_threads_keeps_serving_and_clos
             for each in (staying, last):
                 with pytest.raises(StoreClosedError):
                     each.run(sink.put(make_entry()))
-    assert frozen_calls(ready_url) == {"first", "leaving", "last", "staying"}
+    assert frozen_calls(store_url) == {"first", "leaving", "last", "staying"}
 
 
 def test_a_close_from_another_loop_waits_for_the_calls_in_flight_and_refuses_later_ones(
-    ready_url: str, faults: Points
+    store_url: str, faults: Points
 ) -> None:
-    store = open_store(ready_url)
+    store = open_store(store_url)
     with LoopThread() as working, LoopThread() as closing:
         working.run(store.sink.put(make_entry(model_call_id="first")))
         inside, go_on = threading.Event(), threading.Event()
@@ -144,7 +136,7 @@ def test_a_close_from_another_loop_waits_for_the_calls_in_flight_and_refuses_lat
         for each in closes:
             each.result(30)
         assert open_engines() == []
-    assert frozen_calls(ready_url) == {"first", "call-1"}
+    assert frozen_calls(store_url) == {"first", "call-1"}
 
 
 def test_a_close_waits_for_another_thread_that_closes_what_its_own_loop_opened(
@@ -176,12 +168,12 @@ def test_a_close_waits_for_another_thread_that_closes_what_its_own_loop_opened(
 
 
 def test_a_first_use_at_the_moment_of_the_close_is_served_or_refused_and_leaves_nothing_open(
-    ready_url: str,
+    store_url: str,
 ) -> None:
     outcomes = set()
     with LoopThread() as using, LoopThread() as closing:
         for number in range(30):
-            sink = SqlTokenSink(ready_url)
+            sink = SqlTokenSink(store_url)
             closing.run(sink.put(make_entry(model_call_id=f"warm-{number}")))
             put = asyncio.run_coroutine_threadsafe(
                 sink.put(make_entry(model_call_id=f"call-{number}")), using.loop
@@ -194,8 +186,8 @@ def test_a_first_use_at_the_moment_of_the_close_is_served_or_refused_and_leaves_
             assert open_engines() == []
 
 
-def test_a_close_does_not_wait_for_a_loop_that_stops_while_it_closes(ready_url: str) -> None:
-    sink = SqlTokenSink(ready_url)
+def test_a_close_does_not_wait_for_a_loop_that_stops_while_it_closes(store_url: str) -> None:
+    sink = SqlTokenSink(store_url)
     with LoopThread() as stopping, LoopThread() as closing:
         stopping.run(sink.put(make_entry()))
         blocked, go_on = threading.Event(), threading.Event()
@@ -225,9 +217,9 @@ async def everything_else() -> None:
 
 
 def test_staging_calls_in_flight_end_before_their_store_closes_from_two_threads_at_once(
-    ready_url: str, faults: Points
+    store_url: str, faults: Points
 ) -> None:
-    staging = SqlStagingStore(ready_url)
+    staging = SqlStagingStore(store_url)
     staging.fetch([])
     inside, go_on = threading.Event(), threading.Event()
 
@@ -250,7 +242,7 @@ def test_staging_calls_in_flight_end_before_their_store_closes_from_two_threads_
         for each in closes:
             each.result(30)
     assert open_engines() == []
-    with SqlStagingStore(ready_url) as after:
+    with SqlStagingStore(store_url) as after:
         assert len(after.fetch(["r/call-1"])) == 1
 
 

@@ -169,7 +169,6 @@ async def test_a_fork_while_a_file_is_created_waits_until_it_is_there(
 
 
 def test_a_fork_while_a_thread_holds_the_list_of_engines_inherits_no_lock_of_it(store_url: str) -> None:
-    migrate.upgrade(store_url)
     with registry._registry.lock:
         assert in_a_fork(lambda: put_and_close(open_store(store_url), "child")) == 0
 
@@ -192,9 +191,9 @@ staging.close()
 
 
 def test_a_forked_process_that_ends_without_using_the_store_takes_nothing_from_its_parent(
-    store_url: str,
+    unused_store_url: str,
 ) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FORK_AND_END, store_url]
+    command = [sys.executable, "-W", "ignore", "-c", FORK_AND_END, unused_store_url]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
@@ -241,7 +240,6 @@ put_and_close(*made, "parent")
 async def test_a_fork_while_a_thread_makes_the_first_store_of_its_process_leaves_no_lock_held(
     store_url: str,
 ) -> None:
-    migrate.upgrade(store_url)
     command = [sys.executable, "-c", FORK_WHILE_A_THREAD_MAKES_THE_FIRST_STORE, store_url]
     ended = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=120, check=False
@@ -288,15 +286,15 @@ async def test_a_process_that_is_killed_while_it_holds_the_writer_blocks_nobody_
 # Many.
 
 
-async def test_two_hundred_processes_at_once_all_put_their_call(store_url: str) -> None:
+async def test_two_hundred_processes_at_once_all_put_their_call(unused_store_url: str) -> None:
     """On SQLite into a file that none of them finds there; on PostgreSQL through half as many connections."""
-    command = [sys.executable, "-m", "tests.faults.many_processes", store_url, "200"]
+    command = [sys.executable, "-m", "tests.faults.many_processes", unused_store_url, "200"]
     ended = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=240, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("200 ok, 200 ended"), ended.stdout
-    assert len(await rows_of(store_url, tables.entries)) == 200
+    assert len(await rows_of(unused_store_url, tables.entries)) == 200
 
 
 async def test_a_server_without_a_free_connection_is_unavailable_at_the_deadline_and_says_so(

@@ -23,7 +23,6 @@ from tests.support.entries import make_entry
 from tokencustody.codec.calls import pack_entry, read_call
 from tokencustody.codec.exact_json import encode_json
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
-from tokencustody.schema import migrate
 
 _PURE = {target.name: target for target in (*codec.TARGETS, *records.TARGETS)}
 
@@ -74,13 +73,11 @@ def test_hypothesis_finds_no_case_that_breaks_a_promise(name: str) -> None:
 
 
 def test_what_put_and_its_like_refuse_leaves_no_row(store_url: str) -> None:
-    migrate.upgrade(store_url)
     summary = _holds(Target("put", rows.putting(store_url)), 30)
     assert summary.ends["InvalidRecordError"] > 10
 
 
 def test_an_edited_row_is_an_error_by_name_or_changes_no_bit_of_what_is_read(store_url: str) -> None:
-    migrate.upgrade(store_url)
     summary = _holds(Target("rows", rows.edited(store_url)), 6)
     assert any(end.startswith("edited") for end in summary.ends)
 

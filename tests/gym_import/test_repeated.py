@@ -62,9 +62,9 @@ async def test_a_repeated_import_changes_nothing(store_url: str, folder: Path) -
     assert await rows(store_url) == before
 
 
-async def test_a_dry_run_says_what_would_be_done_and_makes_nothing(sqlite_url: str, folder: Path) -> None:
+async def test_a_dry_run_says_what_would_be_done_and_makes_nothing(new_sqlite_url: str, folder: Path) -> None:
     write_rollout(folder, LINES[:2])
-    imported = await import_one(sqlite_url, folder, dry_run=True)
+    imported = await import_one(new_sqlite_url, folder, dry_run=True)
     assert (imported.outcome, imported.added) == (Outcome.IMPORTED, 2)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["gym"]
 

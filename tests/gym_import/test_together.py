@@ -20,7 +20,7 @@ from tests.support.rollouts import linear_rollout
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.database.url import parse_url
 from tokencustody.gym_import import GymImporter, ImportReport, Outcome
-from tokencustody.schema import migrate, tables
+from tokencustody.schema import tables
 
 ENTRIES = [turn.entry for turn in linear_rollout(3, deltas=[2])]
 
@@ -72,7 +72,6 @@ async def waits_for_a_lock(url: str) -> None:
 async def test_an_import_that_waited_for_another_finds_the_rollout_there(
     postgres_url: str, tmp_path: Path
 ) -> None:
-    migrate.upgrade(postgres_url)
     folder = tmp_path / "gym"
     write(folder, "rollout")
     others: list[asyncio.subprocess.Process] = []
@@ -100,7 +99,6 @@ async def test_an_import_whose_answer_was_lost_finds_what_it_did(store_url: str,
         FAULT_POINTS.clear()
         raise asyncpg.ConnectionDoesNotExistError("connection was closed in the middle of operation")
 
-    migrate.upgrade(store_url)
     FAULT_POINTS["after commit, before acknowledgement"] = lose
     try:
         report = await import_into(store_url, folder)

@@ -24,7 +24,7 @@ from tests.support.staged import Staged, stage
 from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenCaptureRetiredError, open_store
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.retention.retention import Retention, Settled
-from tokencustody.schema import migrate, tables
+from tokencustody.schema import tables
 from tokencustody.states import FenceState
 from tokencustody.txn.selection import RolloutFilter
 
@@ -64,7 +64,6 @@ class Acknowledged:
 def test_removing_rollouts_loses_no_call_of_others_and_leaves_no_row_of_its_own(
     store_url: str, state: FenceState
 ) -> None:
-    migrate.upgrade(store_url)
     acknowledged = Acknowledged()
     settled: list[Settled] = []
     lock = threading.Lock()
@@ -152,7 +151,6 @@ async def test_a_call_that_is_being_recorded_is_not_collected(store_url: str) ->
 @pytest.mark.race
 @pytest.mark.parametrize("seed", [1, 2])
 def test_collecting_leaves_every_call_that_is_staged_or_recorded_meanwhile(store_url: str, seed: int) -> None:
-    migrate.upgrade(store_url)
     rollouts = [f"r-{number}" for number in range(12)]
     old: dict[str, Staged] = {}
 

@@ -43,19 +43,19 @@ async def test_an_empty_postgresql_database_is_named_with_the_command(empty_post
     assert probes.objects(empty_postgres_url) == []
 
 
-async def test_a_new_sqlite_file_is_created(sqlite_url: str) -> None:
-    assert probes.objects(sqlite_url) == []  # leaves an empty file
-    async with open_store(sqlite_url) as store:
+async def test_a_new_sqlite_file_is_created(new_sqlite_url: str) -> None:
+    assert probes.objects(new_sqlite_url) == []  # leaves an empty file
+    async with open_store(new_sqlite_url) as store:
         assert (await store.source.freeze("rollout")).version == 1
-    assert migrate.check(sqlite_url) == []
+    assert migrate.check(new_sqlite_url) == []
 
 
-async def test_a_sqlite_file_with_other_tables_is_left_alone(sqlite_url: str) -> None:
-    probes.run_script(sqlite_url, "CREATE TABLE of_somebody_else (a INTEGER)")
-    reason = await refusal(sqlite_url)
+async def test_a_sqlite_file_with_other_tables_is_left_alone(new_sqlite_url: str) -> None:
+    probes.run_script(new_sqlite_url, "CREATE TABLE of_somebody_else (a INTEGER)")
+    reason = await refusal(new_sqlite_url)
     assert "has no tokencustody tables" in reason
-    assert upgrade_command(sqlite_url) in reason
-    assert probes.objects(sqlite_url) == ["of_somebody_else"]
+    assert upgrade_command(new_sqlite_url) in reason
+    assert probes.objects(new_sqlite_url) == ["of_somebody_else"]
 
 
 async def test_a_database_taken_back_to_base_is_refused_or_created_like_a_new_one(empty_url: str) -> None:

@@ -188,7 +188,6 @@ def test_check_names_a_function_that_is_missing_or_altered(empty_postgres_url: s
 
 def test_views_outlive_a_copy_of_their_table(sqlite_url: str) -> None:
     """As a later revision of SQLite's tables makes it."""
-    migrate.upgrade(sqlite_url)
     before = probes.routines(sqlite_url)
     ((creation,),) = probes.rows(sqlite_url, "SELECT sql FROM sqlite_master WHERE name = 'entries'")
     probes.run_script(

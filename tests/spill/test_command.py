@@ -18,7 +18,7 @@ from tokencustody import open_store
 from tokencustody.cli import app, main
 from tokencustody.database.url import parse_url
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.schema import migrate, tables
+from tokencustody.schema import tables
 from tokencustody.spill.marks import Mark, Spill
 from tokencustody.txn.fence import RolloutKey, Stamp
 
@@ -117,7 +117,6 @@ def test_a_corrupt_file_is_replayed_past_and_ends_in_exit_code_1(
     store_url: str,
     spill: Spill,
 ) -> None:
-    migrate.upgrade(store_url)
     torn = keep(spill)
     torn.write_bytes(b"torn")
     keep(spill)
@@ -162,7 +161,6 @@ def test_an_address_that_leads_nowhere_is_no_success(
 def test_marks_of_a_database_that_was_moved_are_replayed_from_its_old_address(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill_folder: Path
 ) -> None:
-    migrate.upgrade(store_url)
     old = "postgresql://trainer:secret@old-host/captures"
     keep(Spill(spill_folder, parse_url(old)))
     here = run(capsys, monkeypatch, "replay", "--url", store_url)
@@ -220,7 +218,6 @@ def test_a_damaged_file_is_discarded_when_a_person_says_so(
 def test_a_damaged_file_marks_its_rollout_from_wherever_it_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill: Spill
 ) -> None:
-    migrate.upgrade(store_url)
     file = damaged(spill)
     monkeypatch.chdir(spill.folder)
     ended = run(capsys, monkeypatch, "mark", file.name, "rollout-1", "--run", "run-1", "--url", store_url)
@@ -268,7 +265,6 @@ def test_what_is_not_the_rollouts_or_not_damaged_is_not_decided(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str, spill: Spill
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
-    migrate.upgrade(store_url)
     file, good = damaged(spill), keep(spill)
     other = run(capsys, monkeypatch, "mark", str(file), "rollout-2", "--run", "run-1", "--url", store_url)
     assert (other.code, "was no mark of rollout rollout-2" in other.err) == (2, True)

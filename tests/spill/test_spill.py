@@ -90,7 +90,6 @@ class Outage:
 @pytest.fixture
 def outage(store_url: str) -> Iterator[Outage]:
     if store_url.startswith("sqlite"):
-        migrate.upgrade(store_url)
         yield Outage(store_url, None)
         return
     parts = urlsplit(store_url)
@@ -101,9 +100,6 @@ def outage(store_url: str) -> Iterator[Outage]:
 @pytest.fixture
 def spill(store_url: str, spill_folder: Path) -> Spill:
     """The spill of `store_url`, when that is used without a detour."""
-    if store_url.startswith("sqlite"):
-        # To make the tables takes longer than these stores are patient.
-        migrate.upgrade(store_url)
     return Spill(spill_folder, parse_url(store_url))
 
 
@@ -367,7 +363,6 @@ def test_two_processes_that_replay_at_once_store_each_mark_once(store_url: str, 
     count = 12
     for number in range(count):
         spill.keep(make_mark(f"call-{number}", rollout=f"rollout-{number % 3}"))
-    migrate.upgrade(store_url)
     command = [sys.executable, "-m", "tokencustody", "spill", "replay", "--url", store_url, "--json"]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
     said = [json.loads(each.communicate(timeout=60)[0]) for each in running]
@@ -424,7 +419,6 @@ async def test_a_mark_outlives_its_process_and_the_next_use_of_the_database_repl
 async def test_a_replayer_that_is_killed_after_its_commit_leaves_the_mark_to_be_replayed_without_effect(
     store_url: str, spill: Spill
 ) -> None:
-    migrate.upgrade(store_url)
     spill.keep(make_mark())
     await _killed(KILLED_BEFORE_THE_REMOVAL, store_url)
     assert len(spill.waiting()) == 1
@@ -617,10 +611,16 @@ async def test_a_folder_that_does_not_answer_holds_up_neither_the_loop_nor_what_
 async def test_a_commit_is_answered_also_where_the_file_of_its_mark_cannot_be_removed_in_time(
     sqlite_url: str, spill_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    migrate.upgrade(sqlite_url)
     Spill(spill_folder, parse_url(sqlite_url)).keep(make_mark())
     monkeypatch.setattr(Replayer, "start", lambda self: None)
-    async with open_store(sqlite_url, run=RUN, deadline=10) as store:
+    finish = replaying._finish
+
+    async def finish_soon(*arguments: Any) -> None:
+        # Whatever time the commit took.
+        await finish(*arguments[:-1], asyncio.get_running_loop().time() + 0.1)
+
+    monkeypatch.setattr(replaying, "_finish", finish_soon)
+    async with open_store(sqlite_url, run=RUN) as store:
         with hanging(monkeypatch, "finish"):
             assert (await store.source.freeze("rollout-1")).incomplete
     assert await events(sqlite_url) == [("open", ""), ("mark", "call-1"), ("freeze", "")]

@@ -230,7 +230,6 @@ def test_readonly_sqlite(
     ask: Ask, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    migrate.upgrade(sqlite_url)
     before = contents(tmp_path)
     code, out, err = ask("--url", sqlite_url, statement)
     assert (code, out) == (1, "")
@@ -276,7 +275,6 @@ def test_ctrl_c_that_comes_before_a_query_runs_cancels_it(
     class Interrupted(functions.AuditFunctions):
         error = property(lambda _: None, lambda *_: signal.raise_signal(signal.SIGINT))  # type: ignore[assignment]
 
-    migrate.upgrade(sqlite_url)
     asked = SqliteQueries(parse_url(sqlite_url))
     monkeypatch.setattr(asked, "_functions", object.__new__(Interrupted))
     answered: list[object] = []
@@ -290,7 +288,6 @@ def test_ctrl_c_that_comes_before_a_query_runs_cancels_it(
 
 
 def test_telling_pragmas_work(ask: Ask, sqlite_url: str) -> None:
-    migrate.upgrade(sqlite_url)
     code, out, err = ask(
         "--url",
         sqlite_url,
@@ -317,7 +314,6 @@ def test_wrong_use_and_missing_databases_are_one_line(
 
 
 def test_two_columns_of_one_name_are_not_lost_in_json(ask: Ask, sqlite_url: str) -> None:
-    migrate.upgrade(sqlite_url)
     code, out, err = ask("--url", sqlite_url, "--json", "SELECT 1 AS a, 2 AS a")
     assert (code, out) == (1, "")
     assert "AS" in err

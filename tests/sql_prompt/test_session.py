@@ -17,7 +17,6 @@ from tests.sql_prompt.test_command import Ask, Terminal, ask, url  # noqa: F401 
 from tests.support import probes
 from tests.support.audited import RUN
 from tokencustody.database.url import parse_url
-from tokencustody.schema import migrate
 from tokencustody.sql_prompt.output import show_json
 from tokencustody.sql_prompt.queries import open_queries
 from tokencustody.sql_prompt.session import Session
@@ -72,7 +71,6 @@ def test_a_command_within_a_statement_is_named(ask: Ask, url: str) -> None:  # n
 
 @pytest.mark.parametrize("wrong", ["\\foo", ".mode csv", "\\d nowhere", "\\x sideways", "\\timing maybe"])
 def test_a_command_that_is_not_there_is_an_error_in_one_line(ask: Ask, sqlite_url: str, wrong: str) -> None:  # noqa: F811
-    migrate.upgrade(sqlite_url)
     code, out, err = ask("--url", sqlite_url, typed=f"{wrong}\nSELECT 1;")
     assert (code, out) == (1, "")
     assert err.startswith("error: ")
@@ -208,7 +206,6 @@ def test_the_prompt_tells_the_warning_before_anything_is_asked(postgres_url: str
 
 @pytest.mark.parametrize("function", ["json_each", "json_tree"])
 def test_json_is_taken_apart_on_sqlite(ask: Ask, sqlite_url: str, function: str) -> None:  # noqa: F811
-    migrate.upgrade(sqlite_url)
     query = f"SELECT sum(atom) AS s FROM {function}('[1, 2]')"
     assert ask("--url", sqlite_url, "--json", query) == (0, '[\n  {"s": 3}\n]\n', "")
 
@@ -236,7 +233,6 @@ def test_what_reaches_beyond_the_rows_is_denied_on_sqlite(
     statement: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    migrate.upgrade(sqlite_url)
     code, _, err = ask("--url", sqlite_url, statement)
     assert (code, err.startswith("error: ")) == (1, True)
     assert not (tmp_path / "new").exists()

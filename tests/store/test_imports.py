@@ -81,11 +81,11 @@ print(*sorted(set(sys.modules) - before))
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "used"])
-def test_no_method_of_any_store_imports_a_module(store_url: str, is_new: bool) -> None:
+def test_no_method_of_any_store_imports_a_module(unused_store_url: str, is_new: bool) -> None:
     if not is_new:
-        make = f"import asyncio, tokencustody as t; asyncio.run(t.SqlTokenSource({store_url!r}).freeze('r'))"
+        make = f"import asyncio, tokencustody as t; asyncio.run(t.SqlTokenSource({unused_store_url!r}).freeze('r'))"
         subprocess.run([sys.executable, "-c", make], check=True, cwd=ROOT)
-    walk = [sys.executable, "-c", WALK, store_url, "postgresql://nobody@localhost:1/nowhere"]
+    walk = [sys.executable, "-c", WALK, unused_store_url, "postgresql://nobody@localhost:1/nowhere"]
     done = subprocess.run(walk, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

@@ -14,7 +14,7 @@ from tokencustody import CaptureStore, open_store
 from tokencustody.codec.calls import pack_entry
 from tokencustody.codec.staged import pack_call
 from tokencustody.errors import EntryTooLargeError, InvalidRecordError
-from tokencustody.schema import migrate, tables
+from tokencustody.schema import tables
 from tokencustody.store.staging import SqlStagingStore
 
 MIB = 2**20
@@ -56,7 +56,6 @@ async def test_a_prefix_that_the_parent_holds_counts_as_well(store_url: str) -> 
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_a_staged_call_counts_with_its_extras_and_attachments(store_url: str, over: int) -> None:
-    migrate.upgrade(store_url)
     record = stage("call-1", extras={"note": "y" * 100}).snapshot
     packed = pack_call(record)
     attachments = {"routes": bytes(300), "text": "z" * 200}

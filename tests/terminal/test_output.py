@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.support.machine import needs_linux
-from tokencustody.schema import migrate
 
 FULL = Path("/dev/full")
 SERIES = {
@@ -42,7 +41,6 @@ def run(words: Sequence[str], url: str, **options: Any) -> subprocess.CompletedP
 )
 def test_a_full_disk_is_told_in_one_line(sqlite_url: str, words: list[str]) -> None:
     needs_linux("a device that is always full")
-    migrate.upgrade(sqlite_url)
     with FULL.open("w") as full:
         done = run(words, sqlite_url, stdout=full)
     assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")
@@ -61,7 +59,6 @@ def test_rows_of_a_server_that_find_no_room_are_told_in_one_line(postgres_url: s
     ids=["printed", "in a buffer", "more than a buffer"],
 )
 def test_a_reader_that_has_left_is_no_matter(sqlite_url: str, words: list[str]) -> None:
-    migrate.upgrade(sqlite_url)
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -72,6 +69,5 @@ def test_a_reader_that_has_left_is_no_matter(sqlite_url: str, words: list[str]) 
 
 
 def test_a_closed_output_is_no_fault(sqlite_url: str) -> None:
-    migrate.upgrade(sqlite_url)
     done = run(["sql", "--csv", "SELECT 1"], sqlite_url, preexec_fn=lambda: os.close(1))
     assert (done.returncode, done.stderr) == (0, "")

@@ -16,9 +16,12 @@ import pytest
 from tests.support.postgres import Server
 from tokencustody.cli import main
 from tokencustody.database.url import parse_url
+from tokencustody.overview import command as overview
 from tokencustody.schema import migrate
 from tokencustody.schema.migrate import LOCK_KEY
+from tokencustody.spill import command as spill
 from tokencustody.terminal import waiting
+from tokencustody.txn import asked
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
@@ -31,7 +34,6 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_locked_file_is_waited_for_aloud_and_then_the_command_goes_on(sqlite_url: str) -> None:
-    migrate.upgrade(sqlite_url)
     with closing(sqlite3.connect(parse_url(sqlite_url).dsn, isolation_level=None)) as holder:
         holder.execute("BEGIN EXCLUSIVE")
         process = started("db", "upgrade", "--url", sqlite_url)
@@ -75,7 +77,9 @@ def test_a_server_that_does_not_answer_is_named_once_on_standard_error(
     monkeypatch.setattr(
         sys, "argv", ["tokencustody", *command, "--url", "postgresql://me:s3cret@127.0.0.1:1/captures"]
     )
-    monkeypatch.setattr("tokencustody.txn.asked.REACH_DEADLINE", 1.0)
+    monkeypatch.setattr(asked, "REACH_DEADLINE", 1.0)
+    for module in (overview, spill):
+        monkeypatch.setattr(module, "DEADLINE", 1.0)
     with pytest.raises(SystemExit):
         main()
     out, err = capsys.readouterr()

@@ -16,7 +16,6 @@ from tests.support.staged import stage
 from tokencustody import open_store
 from tokencustody.cli import main
 from tokencustody.database.transactions import Database
-from tokencustody.schema import migrate
 from tokencustody.store import SqlStagingStore
 from tokencustody.txn import asked
 
@@ -87,7 +86,6 @@ def test_a_prefix_with_which_nothing_begins_is_an_error(
 
 
 def test_of_many_runs_ten_are_listed_and_of_none_that_there_is_none(shell: Shell, store_url: str) -> None:
-    migrate.upgrade(store_url)
     assert shell(store_url, "retire", "--run", "typo")[2].endswith(", which has no run at all\n")
     asyncio.run(_fill(store_url, 11))
     first_ten = ", ".join(f"run-{number:02}" for number in range(10))

@@ -18,7 +18,6 @@ from tests.support.filling import fill as fill_rows
 from tests.support.machine import needs_linux
 from tests.verify.verifying import RUN, change, fill
 from tokencustody.cli import main
-from tokencustody.schema import migrate
 
 HOSTILE = "[red]x[/red]\x1b[31m"
 
@@ -107,7 +106,6 @@ def test_what_cannot_be_verified_ends_with_2_and_one_line(
 def test_an_empty_database_is_not_said_to_be_sound(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store_url: str
 ) -> None:
-    migrate.upgrade(store_url)
     code, out, err = _run(capsys, monkeypatch, store_url)
     assert (code, err) == (0, "")
     assert out.endswith("0 rollouts were looked at: the database has none\n")
