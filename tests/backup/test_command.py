@@ -88,6 +88,7 @@ def folder_of(url: str) -> Path:
     return Path(parse_url(url).dsn).parent
 
 
+@pytest.mark.quick("A backup is whole")
 def test_a_backup_holds_every_call_that_was_acknowledged_before_it_began_whatever_writes_meanwhile(
     sqlite_url: str, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def awkward_entry(rollout_id: str = "rollout-1") -> TokenEntry:
     )
 
 
+@pytest.mark.quick("Exact payload")
 async def test_awkward_values_come_back_from_the_database_in_every_bit(store: CaptureStore) -> None:
     entry = awkward_entry()
     await store.sink.put(entry)
@@ -392,6 +393,7 @@ CORRUPTIONS = {
 }
 
 
+@pytest.mark.quick("Exact payload")
 @pytest.mark.parametrize(("statement", "says"), CORRUPTIONS.values(), ids=CORRUPTIONS)
 async def test_a_row_that_is_not_what_was_written_is_named_and_the_rest_stays_readable(
     store: CaptureStore, store_url: str, statement: str, says: str

@@ -40,6 +40,7 @@ async def check(url: str, coalesce: Coalesce, **options: Any) -> ConformanceRepo
     )
 
 
+@pytest.mark.quick("Strict fence")
 @pytest.mark.race
 async def test_the_sql_stores_pass_every_check(store_url: str, default_coalesce: Coalesce) -> None:
     report = await check(store_url, default_coalesce)

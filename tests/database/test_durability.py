@@ -10,6 +10,8 @@ from tests.support.rows import run_sql
 from tokencustody import CaptureStore, open_store
 from tokencustody.errors import DurabilityError
 
+pytestmark = [pytest.mark.disk, pytest.mark.quick("Durable before return")]
+
 
 async def test_a_sqlite_commit_is_synced_before_it_is_acknowledged(sqlite_url: str) -> None:
     def settings(connection: Connection) -> tuple[str, int]:

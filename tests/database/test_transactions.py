@@ -81,6 +81,7 @@ WRITES: dict[str, tuple[Operation, int]] = {
 }
 
 
+@pytest.mark.quick("An unknown commit is settled by looking")
 @pytest.mark.parametrize("point", ["before commit", "after commit, before acknowledgement"])
 @pytest.mark.parametrize("error", [serialization_failure, connection_lost])
 @pytest.mark.parametrize(("operation", "versions"), WRITES.values(), ids=WRITES)
@@ -98,6 +99,7 @@ async def test_a_write_that_failed_or_lost_its_answer_happens_exactly_once(
     assert len(await rows_of(store_url, tables.snapshot_versions)) == versions
 
 
+@pytest.mark.quick("An unknown commit is settled by looking")
 async def test_a_lost_answer_never_becomes_a_false_conflict(store: CaptureStore, faults: Points) -> None:
     faults["after commit, before acknowledgement"] = failing(1, connection_lost)
     await store.sink.put(make_entry())
@@ -587,6 +589,7 @@ async def test_a_spawned_process_makes_the_store_from_its_arguments(store_url: s
         assert len((await store.source.freeze("rollout-1")).entries) == 2
 
 
+@pytest.mark.quick("Nothing is left behind")
 @pytest.mark.parametrize("steps", range(0, 40, 3))
 async def test_a_cancelled_put_leaves_no_transaction_open_and_no_half_row(
     store: CaptureStore, store_url: str, steps: int

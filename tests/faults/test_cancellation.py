@@ -398,6 +398,7 @@ def test_wherever_however_often_and_in_whichever_mode_a_call_is_cancelled_it_is_
         assert bench.cancelled > 20
 
 
+@pytest.mark.quick("Nothing is left behind")
 @pytest.mark.parametrize(
     "point", ["before commit", "inside a coalesced batch", "after commit, before acknowledgement"]
 )
@@ -476,6 +477,7 @@ async def nobody_is_connected(watcher: Watcher) -> None:
             pass
 
 
+@pytest.mark.quick("Nothing is left behind")
 async def test_a_close_that_is_cancelled_still_closes_every_connection(
     store_url: str, faults: Points
 ) -> None:

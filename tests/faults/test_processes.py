@@ -265,6 +265,7 @@ async def test_a_fork_server_makes_the_store_from_its_arguments(store_url: str) 
 # Deaths.
 
 
+@pytest.mark.quick("Durable before return")
 async def test_a_process_that_is_killed_while_it_holds_the_writer_blocks_nobody_and_leaves_no_row(
     store_url: str, faults: Points
 ) -> None:

@@ -44,6 +44,7 @@ def moment(value: Any) -> datetime | None:
     return datetime.fromisoformat(value).replace(tzinfo=UTC)
 
 
+@pytest.mark.quick("Everything is a row")
 def test_both_databases_give_the_same_columns_and_rows(sqlite_url: str, postgres_url: str) -> None:
     for url in (sqlite_url, postgres_url):
         fill(url)
@@ -154,6 +155,7 @@ def test_no_audit_column_is_missing_and_no_array_is_shown(
     assert {*table.c.keys()} - shown == left_out
 
 
+@pytest.mark.quick("Everything is a row")
 def test_incomplete_has_a_row_for_each_reason(url: str) -> None:
     found = [
         tuple(
@@ -191,6 +193,7 @@ def test_intents_say_what_became_of_each(url: str) -> None:
     }
 
 
+@pytest.mark.quick("Everything is a row")
 def test_conflicts_name_both_payloads_and_both_writers(url: str) -> None:
     refusal, conflict = sorted(of(url, "audit_conflicts", "bad"), key=lambda row: row["version"])
     (call,) = of(url, "audit_calls", "bad")

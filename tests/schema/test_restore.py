@@ -56,6 +56,7 @@ async def fill(url: str) -> None:
             await store.source.freeze("rollout")
 
 
+@pytest.mark.quick("A backup is whole")
 @pytest.mark.parametrize("form", dumps.FORMATS)
 def test_a_restored_database_passes_the_check_and_so_does_a_restore_of_it(
     server: Server, filled_url: str, tmp_path: Path, form: str

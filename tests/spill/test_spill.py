@@ -145,6 +145,7 @@ async def events(url: str, rollout: str = "rollout-1", run: str = RUN) -> list[t
     return [(row["event"], row["model_call_id"]) for row in rows]
 
 
+@pytest.mark.quick("A mark is never lost")
 async def test_a_mark_made_while_the_database_is_away_is_acknowledged_and_reaches_it_by_itself(
     outage: Outage, store_url: str, spill_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +168,7 @@ async def test_a_mark_made_while_the_database_is_away_is_acknowledged_and_reache
     assert await events(store_url) == [("open", ""), ("mark", "call-2"), ("freeze", "")]
 
 
+@pytest.mark.quick("A mark is never lost")
 @pytest.mark.usefixtures("nothing_in_background")
 async def test_a_freeze_does_not_overtake_a_mark_that_waits(
     outage: Outage, store_url: str, spill_folder: Path
@@ -403,6 +405,7 @@ async def _killed(program: str, url: str) -> None:
     assert await process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.quick("A mark is never lost")
 async def test_a_mark_outlives_its_process_and_the_next_use_of_the_database_replays_it(
     outage: Outage, store_url: str, spill_folder: Path
 ) -> None:

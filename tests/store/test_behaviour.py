@@ -28,6 +28,7 @@ async def retire(store: CaptureStore) -> None:
     await store.source.retire(["rollout-1"])
 
 
+@pytest.mark.quick("Strict fence")
 @pytest.mark.parametrize("operation", WRITES.values(), ids=WRITES)
 async def test_no_write_succeeds_after_a_freeze(store: CaptureStore, operation: Operation) -> None:
     await store.sink.put(make_entry())
@@ -39,6 +40,7 @@ async def test_no_write_succeeds_after_a_freeze(store: CaptureStore, operation: 
     assert await store.source.freeze("rollout-1") == frozen
 
 
+@pytest.mark.quick("Strict fence")
 @pytest.mark.parametrize("operation", WRITES.values(), ids=WRITES)
 async def test_no_write_succeeds_after_a_retirement(store: CaptureStore, operation: Operation) -> None:
     await retire(store)
@@ -54,6 +56,7 @@ async def test_marks_and_freezes_of_a_retired_rollout_are_refused(store: Capture
         await store.source.freeze("rollout-1")
 
 
+@pytest.mark.quick("Exact payload")
 async def test_the_same_bytes_again_are_a_no_op(store: CaptureStore) -> None:
     await store.sink.put(make_entry())
     await store.sink.put(make_entry())
@@ -62,6 +65,7 @@ async def test_the_same_bytes_again_are_a_no_op(store: CaptureStore) -> None:
     assert (snapshot.incomplete, snapshot.version) == (False, 1)
 
 
+@pytest.mark.quick("Exact payload")
 async def test_other_bytes_are_a_conflict_that_is_kept_as_evidence(
     store: CaptureStore, store_url: str
 ) -> None:
@@ -151,6 +155,7 @@ async def test_a_mark_masks_an_open_rollout(store: CaptureStore) -> None:
     assert (snapshot.incomplete, snapshot.version) == (True, 2)
 
 
+@pytest.mark.quick("Strict fence")
 async def test_a_mark_after_the_freeze_invalidates_the_drop_of_the_old_version(store: CaptureStore) -> None:
     await store.sink.put(make_entry())
     before = await store.source.freeze("rollout-1")
@@ -257,6 +262,7 @@ async def test_every_id_of_a_batch_is_checked_before_anything_changes(store: Cap
     assert len((await store.source.freeze("rollout-1")).entries) == 1
 
 
+@pytest.mark.quick("Everything is a row")
 async def test_every_version_has_its_row_and_survives_retirement(store: CaptureStore, store_url: str) -> None:
     await store.sink.put(make_entry())
     with pytest.raises(PayloadConflictError):

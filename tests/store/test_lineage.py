@@ -22,6 +22,7 @@ def decision(resolution: Any) -> tuple[str, str, str | None]:
     return resolution.status, resolution.reason, match and match.model_call_id
 
 
+@pytest.mark.quick("Never a guess")
 @pytest.mark.parametrize("case", VECTORS, ids=lambda case: case["rollout_id"])
 async def test_every_resolution_vector_holds_for_an_old_and_a_fresh_client(
     store: CaptureStore, store_url: str, case: dict[str, Any]

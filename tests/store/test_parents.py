@@ -29,6 +29,7 @@ async def put(store: CaptureStore, entry: TokenEntry) -> None:
         await store.sink.put(entry)
 
 
+@pytest.mark.quick("Never a guess")
 async def test_a_request_resolves_to_the_proven_call_alone(store: CaptureStore) -> None:
     async def wrong(number: int, asked: Asked) -> str | None:
         rollout = f"rollout-{number}"
@@ -41,6 +42,7 @@ async def test_a_request_resolves_to_the_proven_call_alone(store: CaptureStore) 
     assert [each for each in found if each] == []
 
 
+@pytest.mark.quick("Never a guess")
 async def test_a_request_resolves_to_the_proven_row_of_the_ledger_alone(store: CaptureStore) -> None:
     answer = [said("hello")]
     after = [*CTX, *answer, user("next")]

@@ -4,6 +4,8 @@ import pytest
 
 from tokencustody import errors, protocols
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("error", "base"),

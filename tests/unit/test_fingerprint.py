@@ -12,6 +12,8 @@ from tests.support import vectors
 from tokencustody import fingerprint
 from tokencustody.fingerprint import assistant_fingerprint, canonicalize_tool_arguments, conversation_digest
 
+pytestmark = pytest.mark.quick
+
 CASES = vectors.load("fingerprint")
 Items = list[dict[str, Any]]
 

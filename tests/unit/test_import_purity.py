@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 PURE_MODULES = [
     "tokencustody",
     "tokencustody.errors",

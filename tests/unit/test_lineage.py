@@ -13,6 +13,8 @@ from tokencustody.lineage import RolloutLineage, stamp_continuation
 from tokencustody.protocols import LineageResolution
 from tokencustody.records import ParentResolutionStatus, TokenEntry, compute_digest
 
+pytestmark = pytest.mark.quick
+
 ROLLOUTS = vectors.load("resolution")
 RESOLUTIONS = [
     pytest.param(rollout["entries"], case, id=f"rollout-{number}-{name}")

@@ -17,6 +17,8 @@ from tokencustody import (
 )
 from tokencustody.store.base import Options
 
+pytestmark = pytest.mark.quick
+
 STORES = (CaptureStore, SqlTokenSink, SqlTokenSource, SqlLineageStore, SqlStagingStore)
 
 

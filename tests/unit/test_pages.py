@@ -16,6 +16,8 @@ from typer.main import get_command
 from tests.unit.test_rooms import FLOORS, ROOMS, SOURCE
 from tokencustody.cli import app
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()

@@ -22,6 +22,8 @@ from tokencustody.errors import InvalidRecordError, LoneSurrogateError
 from tokencustody.fingerprint import assistant_fingerprint, canonicalize_tool_arguments, conversation_digest
 from tokencustody.lineage import Continuation, RolloutLineage, continuation_of
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("asked", SCENARIOS, ids=lambda asked: asked.name)
 def test_a_request_resolves_to_the_proven_call_alone(asked: Asked) -> None:

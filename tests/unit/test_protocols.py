@@ -18,6 +18,8 @@ from tokencustody.protocols import (
 )
 from tokencustody.records import ParentResolutionStatus
 
+pytestmark = pytest.mark.quick
+
 SINK = {"put": "(entry)", "mark_incomplete": "(rollout_id, model_call_id='')", "close": "()"}
 SOURCE = {
     "freeze": "(rollout_id)",

@@ -14,6 +14,8 @@ import pytest
 from tokencustody.errors import TokenCaptureRetiredError
 from tokencustody.store import open_store
 
+pytestmark = pytest.mark.quick
+
 README = Path(__file__).parents[2] / "README.md"
 
 

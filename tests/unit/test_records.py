@@ -21,6 +21,8 @@ from tokencustody.records import (
     strip_token_fields,
 )
 
+pytestmark = pytest.mark.quick
+
 DIGESTS = vectors.load("token_digest")
 VALIDATIONS = vectors.load("token_entry_validation")
 SHAPES = vectors.load("response_shapes")

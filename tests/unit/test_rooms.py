@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 SOURCE = Path(__file__).parents[2] / "src" / "tokencustody"
 # From the ground up; rooms of one floor do not know each other. The modules beside the rooms are the ground.
 FLOORS = (

@@ -50,6 +50,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield found
 
 
+@pytest.mark.quick("Everything is a row")
 def test_nothing_is_found_in_a_sound_database_of_every_shape(url: str) -> None:
     report = verify(url)
 
