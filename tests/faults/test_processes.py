@@ -25,7 +25,7 @@ from tokencustody import CaptureStore, SqlTokenSink, open_store
 from tokencustody.database import portal, registry, sqlite
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.errors import StoreUnavailableError
-from tokencustody.schema import migrate, revisions, tables
+from tokencustody.schema import revisions, tables
 
 Points = dict[str, Callable[[], Awaitable[None]]]
 
