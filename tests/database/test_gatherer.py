@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from tokencustody.database import coalescing
-from tokencustody.database.coalescing import Coalesce, Gatherer
+from tokencustody.database.coalescing import MOST_CALLS, Gatherer
 from tokencustody.errors import StoreUnavailableError
 
 Fault = Callable[[Sequence[str]], BaseException | None]
@@ -71,15 +71,13 @@ async def turns(number: int = 10) -> None:
         await asyncio.sleep(0)
 
 
-def gathering(lanes: int = 1, coalesce: Coalesce = Coalesce.PROCESS) -> tuple[Lanes, Gatherer[str, str]]:
+def gathering(lanes: int = 1, most_calls: int = MOST_CALLS) -> tuple[Lanes, Gatherer[str, str]]:
     running = Lanes()
-    return running, Gatherer(running.run, lanes, coalesce)
+    return running, Gatherer(running.run, lanes, most_calls)
 
 
-def submit(
-    gatherer: Gatherer[str, str], item: str, *, rollout: Hashable = None, size: int = 1
-) -> asyncio.Task[str]:
-    return asyncio.create_task(gatherer.submit(item, rollout=rollout, size=size, give_up=1e9))
+def submit(gatherer: Gatherer[str, str], item: str, *, size: int = 1) -> asyncio.Task[str]:
+    return asyncio.create_task(gatherer.submit(item, size=size, give_up=1e9))
 
 
 async def submit_all(gatherer: Gatherer[str, str], items: str, **options: int) -> list[asyncio.Task[str]]:
@@ -88,9 +86,9 @@ async def submit_all(gatherer: Gatherer[str, str], items: str, **options: int) -
     return tasks
 
 
-@pytest.mark.parametrize("coalesce", list(Coalesce))
-async def test_a_lone_call_starts_in_the_turn_in_which_it_comes(coalesce: Coalesce) -> None:
-    running, gatherer = gathering(coalesce=coalesce)
+@pytest.mark.parametrize("most_calls", [MOST_CALLS, 1])
+async def test_a_lone_call_starts_in_the_turn_in_which_it_comes(most_calls: int) -> None:
+    running, gatherer = gathering(most_calls=most_calls)
     alone = submit(gatherer, "a")
     await turns(2)  # one for each of the two tasks
     assert running.started == [["a"]]
@@ -120,9 +118,8 @@ async def test_a_call_is_answered_only_when_its_batch_has_ended() -> None:
 
 
 async def test_a_batch_is_bounded_in_calls_and_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coalescing, "_MOST_CALLS", 3)
     monkeypatch.setattr(coalescing, "_MOST_BYTES", 10)
-    running, gatherer = gathering()
+    running, gatherer = gathering(most_calls=3)
     tasks = await submit_all(gatherer, "first a b c d")
     tasks += await submit_all(gatherer, "e f g", size=5)
     tasks += await submit_all(gatherer, "huge", size=1000)
@@ -132,22 +129,8 @@ async def test_a_batch_is_bounded_in_calls_and_in_bytes(monkeypatch: pytest.Monk
     assert all(task.done() for task in tasks)
 
 
-async def test_limited_to_a_rollout_no_batch_holds_two_and_none_waits_for_all_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(coalescing, "_MOST_CALLS", 2)
-    running, gatherer = gathering(coalesce=Coalesce.ROLLOUT)
-    tasks = []
-    for item in ["x1", "y1", "y2", "y3", "y4", "y5", "z1", "x2"]:
-        tasks.append(submit(gatherer, item, rollout=item[0]))
-    await turns()
-    await running.end_all()
-    assert running.started == [["x1"], ["y1", "y2"], ["z1"], ["x2"], ["y3", "y4"], ["y5"]]
-    assert all(task.done() for task in tasks)
-
-
 async def test_switched_off_no_batch_holds_two_calls_and_they_run_in_their_order() -> None:
-    running, gatherer = gathering(coalesce=Coalesce.OFF)
+    running, gatherer = gathering(most_calls=1)
     tasks = await submit_all(gatherer, "a b c d")
     await running.end_all()
     assert running.started == [["a"], ["b"], ["c"], ["d"]]
@@ -181,9 +164,9 @@ async def test_an_unavailable_database_is_not_asked_again_for_each_call() -> Non
     assert running.started == [["first"], ["a", "b", "c"]]
 
 
-@pytest.mark.parametrize("coalesce", list(Coalesce))
-async def test_a_call_that_is_cancelled_while_it_waits_is_never_run(coalesce: Coalesce) -> None:
-    running, gatherer = gathering(coalesce=coalesce)
+@pytest.mark.parametrize("most_calls", [MOST_CALLS, 1])
+async def test_a_call_that_is_cancelled_while_it_waits_is_never_run(most_calls: int) -> None:
+    running, gatherer = gathering(most_calls=most_calls)
     tasks = await submit_all(gatherer, "first a b c")
     tasks[2].cancel()
     await turns()
@@ -331,7 +314,7 @@ async def test_a_call_gives_up_at_its_own_time_wherever_it_waits(where: str) -> 
     running, gatherer = gathering()
     soon = asyncio.get_running_loop().time() + 0.05
     first = submit(gatherer, "first", size=10 if where == "outside" else 2)
-    waiting = asyncio.create_task(gatherer.submit("waiting", rollout=None, size=2, give_up=soon))
+    waiting = asyncio.create_task(gatherer.submit("waiting", size=2, give_up=soon))
     neighbour = submit(gatherer, "neighbour")
     if where == "in a batch":
         await turns()
@@ -357,10 +340,7 @@ async def test_a_batch_is_given_until_its_last_call_gives_up() -> None:
     later = asyncio.get_running_loop().time() + 100
     first = submit(gatherer, "first")
     await turns()
-    others = [
-        asyncio.create_task(gatherer.submit(f"{n}", rollout=None, size=1, give_up=later + n))
-        for n in (0, 2, 1)
-    ]
+    others = [asyncio.create_task(gatherer.submit(f"{n}", size=1, give_up=later + n)) for n in (0, 2, 1)]
     await turns()
     await running.end_all()
     assert until[1:] == [later + 2]
@@ -368,15 +348,14 @@ async def test_a_batch_is_given_until_its_last_call_gives_up() -> None:
 
 
 @pytest.mark.usefixtures("little_room")
-@pytest.mark.parametrize("coalesce", list(Coalesce))
+@pytest.mark.parametrize("most_calls", [4, 1])
 @pytest.mark.parametrize("seed", range(20))
 async def test_whatever_happens_each_call_is_answered_once_and_all_room_is_free_again(
-    seed: int, coalesce: Coalesce, monkeypatch: pytest.MonkeyPatch
+    seed: int, most_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coalescing, "_MOST_CALLS", 4)
     monkeypatch.setattr(coalescing, "_MOST_BYTES", 6)
     rng = random.Random(seed)
-    running, gatherer = gathering(rng.randint(1, 3), coalesce)
+    running, gatherer = gathering(rng.randint(1, 3), most_calls)
 
     def fault(items: Sequence[str]) -> BaseException | None:
         if any(item.startswith("bad") for item in items):
@@ -392,7 +371,7 @@ async def test_whatever_happens_each_call_is_answered_once_and_all_room_is_free_
         match rng.randrange(6):
             case 0 | 1 | 2:
                 name = f"{rng.choice(['good'] * 8 + ['bad', 'gone'])}-{number}"
-                tasks[name] = submit(gatherer, name, rollout=rng.randrange(3), size=rng.choice([1, 2, 3, 12]))
+                tasks[name] = submit(gatherer, name, size=rng.choice([1, 2, 3, 12]))
             case 3 if running._held:
                 held = rng.choice(running._held)
                 if not held.done():

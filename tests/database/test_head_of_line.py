@@ -12,15 +12,21 @@ from typing import Any
 import asyncpg
 import pytest
 
-from tests.database.test_transactions import Operation, Points
+from tests.database.test_transactions import Operation
 from tests.support.entries import REQUEST, continuation, make_entry
 from tests.support.ledger import make_commit
 from tests.support.staged import stage
 from tokencustody import CaptureStore, SqlStagingStore, open_store
+from tokencustody.codec.calls import pack_entry
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.database.dialects import lock_number
 from tokencustody.database.url import parse_url
 from tokencustody.errors import StoreUnavailableError, TokenCaptureFrozenError
+from tokencustody.store.base import now
+from tokencustody.txn.fence import RolloutKey, Stamp
+from tokencustody.txn.inserting import TOGETHER
+from tokencustody.txn.kinds import ENTRIES
+from tokencustody.txn.putting import new_call
 
 NEXT = continuation(REQUEST, "Paris.", "And of Spain?")
 
@@ -117,35 +123,34 @@ async def test_many_calls_of_one_held_rollout_leave_connections_for_all_others(p
 
 @pytest.mark.parametrize("coalesce", list(Coalesce))
 async def test_a_call_that_another_writer_has_not_committed_keeps_no_lane(
-    postgres_url: str, coalesce: Coalesce, faults: Points
+    postgres_url: str, coalesce: Coalesce
 ) -> None:
-    calls = [make_entry(f"held-{number}", "call-1") for number in range(4)]
+    calls = [make_entry(f"held-{number}", "call-1") for number in range(2)]
     async with (
         open_store(postgres_url, run="run-1", coalesce=coalesce) as store,
-        open_store(postgres_url, run="run-1", coalesce="rollout", pool_size=8) as stopped,
+        AsyncExitStack() as others_connections,
     ):
-        for opened in (store, stopped):
-            await opened.source.freeze("warm-up")
-        before_commit, go_on = asyncio.Semaphore(0), asyncio.Event()
-
-        async def hold() -> None:
-            before_commit.release()
-            await go_on.wait()
-
-        faults["before commit"] = hold
+        await store.source.freeze("warm-up")
         # The same bytes from a client that stopped before its commit, as the repeat of a request on another host.
         early = []
-        for call in calls[:2]:
-            early.append(asyncio.create_task(stopped.sink.put(call)))
-            await before_commit.acquire()
-        faults.clear()
-        late = [asyncio.create_task(store.sink.put(call)) for call in calls[:2]]
+        for call in calls:
+            connection = await asyncpg.connect(postgres_url)
+            others_connections.push_async_callback(connection.close)
+            early.append(connection.transaction())
+            await early[-1].start()
+            key, stamp = RolloutKey("run-1", call.rollout_id), Stamp.make(now(), "another host")
+            sql, parameters = TOGETHER[ENTRIES].statement(
+                [new_call(key, call, pack_entry(call), stamp, None)]
+            )
+            assert len(await connection.fetch(sql, *parameters)) == 1
+        late = [asyncio.create_task(store.sink.put(call)) for call in calls]
         await some_wait(postgres_url, 1)
         for other in OTHERS.values():
             await other(store)
         assert not [task for task in late if task.done()]
-        go_on.set()
-        await asyncio.gather(*early, *late)
+        for transaction in early:
+            await transaction.commit()
+        await asyncio.gather(*late)
         assert (await store.source.freeze("held-0")).incomplete is False
 
 

@@ -22,7 +22,7 @@ from tokencustody.codec.id_columns import PackedIds
 from tokencustody.schema.tables import entries
 from tokencustody.store.base import now
 from tokencustody.txn.fence import RolloutKey, Stamp
-from tokencustody.txn.putting import Put
+from tokencustody.txn.putting import new_call
 from tokencustody.txn.sequences import KnownSequence
 
 CALLS = 10_000
@@ -92,8 +92,7 @@ def rows() -> tuple[list[dict[str, object]], int]:
     made = []
     for number in range(CALLS):
         entry = validated(long_call(number))
-        put = Put(key, entry, pack_entry(entry), stamp, base if number % 2 else None)
-        made.append(put.call.row)
+        made.append(new_call(key, entry, pack_entry(entry), stamp, base if number % 2 else None).row)
     return made, sum(len(row["payload"]) for row in made)
 
 

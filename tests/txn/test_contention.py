@@ -85,12 +85,14 @@ async def test_a_freeze_is_not_overtaken_by_writers_that_come_after_it(
     postgres_url: str, faults: Points
 ) -> None:
     # A transaction of several statements can be held between them.
-    # The other pool is as that of another process.
+    # The other pools are as those of other processes.
     async with (
         open_store(postgres_url, coalesce="rollout") as store,
+        open_store(postgres_url, pool_size=5) as trainer,
         open_store(postgres_url, pool_size=3) as late,
     ):
-        await store.source.freeze("warm-up")
+        for opened in (store, trainer, late):
+            await opened.source.freeze("warm-up")
         before_commit, go_on = asyncio.Event(), asyncio.Event()
 
         async def hold() -> None:
@@ -101,7 +103,7 @@ async def test_a_freeze_is_not_overtaken_by_writers_that_come_after_it(
         faults["before commit"] = hold
         early = asyncio.create_task(store.sink.put(make_entry()))
         await before_commit.wait()
-        freezing = asyncio.create_task(store.source.freeze("rollout-1"))
+        freezing = asyncio.create_task(trainer.source.freeze("rollout-1"))
         watcher = await asyncpg.connect(postgres_url)
         while not await watcher.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):
             pass

@@ -501,7 +501,7 @@ def before_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[
     happening: dict[str, Callable[[], Awaitable[None]]] = {}
 
     async def watched_alone(self: Any, work: Any, **options: Any) -> Any:
-        put = getattr(work, "__self__", None)
+        put = getattr(work, "keywords", {}).get("call")
         if isinstance(put, Put) and (happen := happening.pop(put.entry.model_call_id, None)) is not None:
             await happen()
         return await write(self, work, **options)

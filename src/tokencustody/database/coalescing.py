@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -20,7 +20,7 @@ from tokencustody.errors import StoreUnavailableError
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
-_MOST_CALLS = 128
+MOST_CALLS = 128
 _MOST_BYTES = 8 * 2**20
 _ANSWERS_AT_ONCE = 8
 # In seconds: the batch that ran out of time knows why, so its answer is waited for.
@@ -30,7 +30,9 @@ _MOST_WAITING_BYTES = 64 * 2**20
 
 
 class Coalesce(StrEnum):
-    """Which concurrent calls of one process may share a transaction."""
+    """Which concurrent calls of one process may share a transaction: all, or none. For a database that is distributed
+    by rollout each call has one of plain statements on its rollout.
+    """
 
     PROCESS = "process"
     ROLLOUT = "rollout"
@@ -41,7 +43,6 @@ class Coalesce(StrEnum):
 class _Call(Generic[Item, Answer]):
     item: Item
     size: int
-    group: Hashable
     give_up: float
     answer: asyncio.Future[Answer]
     batch: _Batch[Item, Answer] | None = None
@@ -60,18 +61,19 @@ class Gatherer(Generic[Item, Answer]):
 
     `run` answers a batch in the order of its items before the loop's clock reads the given time. What it raises is
     every call's answer, except that the calls of a batch which failed for another reason than a database out of reach
-    are run again one by one, so that a bad one fails alone. At most `lanes` batches run at a time.
+    are run again one by one, so that a bad one fails alone. At most `lanes` batches run at a time, of at most
+    `most_calls` each.
     """
 
     run: Callable[[Sequence[Item], float], Awaitable[Sequence[Answer]]]
     lanes: int
-    coalesce: Coalesce
-    _groups: dict[Hashable, deque[_Call[Item, Answer]]] = field(default_factory=dict)
+    most_calls: int = MOST_CALLS
+    _queue: deque[_Call[Item, Answer]] = field(default_factory=deque)
     _running: set[_Batch[Item, Answer]] = field(default_factory=set)
     _bytes: int = 0
     _outside: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
 
-    async def submit(self, item: Item, *, rollout: Hashable, size: int, give_up: float) -> Answer:
+    async def submit(self, item: Item, *, size: int, give_up: float) -> Answer:
         """Return the answer for `item`, of `size` bytes.
 
         Raises TimeoutError soon after the loop's clock reads `give_up`. A call that is cancelled or out of time
@@ -83,12 +85,12 @@ class Gatherer(Generic[Item, Answer]):
                 await self._let_in(size)
         else:
             self._bytes += size
-        call: _Call[Item, Answer] = _Call(item, size, self._group(rollout), give_up, loop.create_future())
-        if not self._groups and len(self._running) < self.lanes:
+        call: _Call[Item, Answer] = _Call(item, size, give_up, loop.create_future())
+        if not self._queue and len(self._running) < self.lanes:
             return await self._alone(call)
         # Cheaper than asyncio.timeout, which every call would pay for.
         alarm = loop.call_at(give_up + _GRACE, _out_of_time, call.answer)
-        self._groups.setdefault(call.group, deque()).append(call)
+        self._queue.append(call)
         self._start()
         try:
             return await call.answer
@@ -101,7 +103,7 @@ class Gatherer(Generic[Item, Answer]):
     @property
     def waiting(self) -> int:
         """How many calls wait for a transaction."""
-        return sum(map(len, list(self._groups.values()))) + len(self._outside)
+        return len(self._queue) + len(self._outside)
 
     @property
     def waiting_bytes(self) -> int:
@@ -119,15 +121,6 @@ class Gatherer(Generic[Item, Answer]):
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def _group(self, rollout: Hashable) -> Hashable:
-        match self.coalesce:
-            case Coalesce.PROCESS:
-                return None
-            case Coalesce.ROLLOUT:
-                return rollout
-            case Coalesce.OFF:
-                return object()
 
     # Room for bytes is given in the order in which callers came, and taken before they are woken.
 
@@ -160,23 +153,18 @@ class Gatherer(Generic[Item, Answer]):
                 let_in.set_result(None)
 
     def _start(self) -> None:
-        while self._groups and len(self._running) < self.lanes:
+        while self._queue and len(self._running) < self.lanes:
             batch = self._take()
             self._running.add(batch)
             batch.task = asyncio.get_running_loop().create_task(self._run(batch))
             batch.task.add_done_callback(partial(self._give_up, batch))
 
     def _take(self) -> _Batch[Item, Answer]:
-        group, waiting = next(iter(self._groups.items()))
-        calls = [waiting.popleft()]
+        calls = [self._queue.popleft()]
         size = calls[0].size
-        while waiting and len(calls) < _MOST_CALLS and size + waiting[0].size <= _MOST_BYTES:
-            calls.append(waiting.popleft())
+        while self._queue and len(calls) < self.most_calls and size + self._queue[0].size <= _MOST_BYTES:
+            calls.append(self._queue.popleft())
             size += calls[-1].size
-        # The rest of a rollout that has more waits behind the others.
-        del self._groups[group]
-        if waiting:
-            self._groups[group] = waiting
         batch = _Batch(calls)
         for call in calls:
             call.batch = batch
@@ -225,10 +213,7 @@ class Gatherer(Generic[Item, Answer]):
     async def _abandon(self, call: _Call[Item, Answer]) -> None:
         batch = call.batch
         if batch is None:
-            waiting = self._groups[call.group]
-            waiting.remove(call)
-            if not waiting:
-                del self._groups[call.group]
+            self._queue.remove(call)
             self._release(call.size)
             return
         batch.abandoned += 1

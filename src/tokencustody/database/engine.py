@@ -87,13 +87,6 @@ class Engines(ABC):
         `attempt.committing` is set when the database may have committed although this raises.
         """
 
-    async def write_in_lane(self, attempt: Attempt[Connection, Result]) -> Result:
-        """Do what `write` does, with a connection that is left for lanes.
-
-        Raises HeldError, without a long wait, when the transaction would wait for another one.
-        """
-        return await self.write(attempt)
-
     @property
     def file(self) -> Hashable:
         """What tells the file that is open from any that is put in its place, or None where there is no such file."""

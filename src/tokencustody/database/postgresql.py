@@ -25,7 +25,7 @@ from sqlalchemy.pool import NullPool
 from sqlalchemy.util import await_only
 
 from tokencustody.database.connecting import DURABLE_COMMIT, Driver, connect, not_durable
-from tokencustody.database.dialects import LANE_PATIENCE, PATIENCE
+from tokencustody.database.dialects import PATIENCE
 from tokencustody.database.engine import (
     DEFAULT_DEADLINE,
     LOGGING_NAME,
@@ -114,14 +114,6 @@ class PostgresqlEngines(Engines):
         # In the queue of the server a freeze keeps its place before the writes that come after it.
         async with self._waiting, self._beside_lanes:
             return await self._write(attempt, _ALL_PATIENCE)
-
-    async def write_in_lane(self, attempt: Attempt[Connection, Result]) -> Result:
-        try:
-            return await self._write(attempt, LANE_PATIENCE)
-        except DBAPIError as exc:
-            if not attempt.committing and is_held(exc):
-                raise HeldError from exc
-            raise
 
     async def _write(self, attempt: Attempt[Connection, Result], patience: float) -> Result:
         async with self._connection("READ COMMITTED") as (connection, driver):

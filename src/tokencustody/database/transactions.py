@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from sqlalchemy import Connection
 
 from tokencustody.database import registry, telemetry
-from tokencustody.database.coalescing import Coalesce, Gatherer
+from tokencustody.database.coalescing import MOST_CALLS, Coalesce, Gatherer
 from tokencustody.database.engine import (
     DEFAULT_DEADLINE,
     DEFAULT_POOL_SIZE,
@@ -67,8 +67,8 @@ os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, aft
 class SharedWrite(Generic[Item, Answer]):
     """How calls of one kind share a transaction, whose answers are in the order of the items.
 
-    `transaction` may run several statements. `statement` is, for PostgreSQL, just one, which is a transaction by itself
-    and takes one round trip; `answers` reads its rows. No rows: nothing was written.
+    On SQLite `transaction` runs several statements. On PostgreSQL `statement` is just one, which is a transaction by
+    itself and takes one round trip; `answers` reads its rows. No rows: nothing was written.
     """
 
     transaction: Callable[[Connection, Sequence[Item]], Sequence[Answer]]
@@ -203,6 +203,11 @@ class Database:
     def _is_closed(self) -> StoreClosedError:
         return StoreClosedError(f"the store on {self.url.display} is closed")
 
+    @property
+    def gathers(self) -> bool:
+        """Whether calls share transactions, or at least statements: a distributed PostgreSQL takes plain ones only."""
+        return self._coalesce is not Coalesce.ROLLOUT
+
     def end_of_patience(self) -> float:
         """Return when, by the clock of the running loop, a call that begins now gives up."""
         return asyncio.get_running_loop().time() + self._key.deadline
@@ -280,7 +285,8 @@ class Database:
         gatherer = engines.kept.get((write, self._coalesce))
         if gatherer is None:
             lanes = 1 if self.url.is_sqlite else min(_LANES, self._key.pool_size)
-            gatherer = Gatherer(partial(self._write_shared, engines, write), lanes, self._coalesce)
+            most = 1 if self._coalesce is Coalesce.OFF else MOST_CALLS
+            gatherer = Gatherer(partial(self._write_shared, engines, write), lanes, most)
             engines.kept[write, self._coalesce] = gatherer
         found: Gatherer[Item, Answer] = gatherer
         return found
@@ -304,10 +310,9 @@ class Database:
                 reach_beside("inside a coalesced batch")
             return write.statement(items)
 
-        # A distributed database takes a transaction of plain statements on one rollout.
+        if not isinstance(engines, PostgresqlEngines):
+            return await self.retrying(engines, engines.write, transaction, give_up)
         try:
-            if self._coalesce is Coalesce.ROLLOUT or not isinstance(engines, PostgresqlEngines):
-                return await self.retrying(engines, engines.write_in_lane, transaction, give_up)
             rows = await self.retrying(engines, engines.write_statement, statement, give_up)
         except HeldError:
             if len(items) > 1:
@@ -362,15 +367,16 @@ class Doors:
         async with self._turn(rollout, give_up):
             return await self._database.retrying(self._engines, self._engines.write, work, give_up)
 
-    async def write_together(
-        self, write: SharedWrite[Item, Answer], item: Item, *, rollout: Hashable, size: int
-    ) -> Answer:
+    @property
+    def gathers(self) -> bool:
+        """Whether calls are to be written together; where not, each in a transaction on its rollout alone."""
+        return self._database.gathers
+
+    async def write_together(self, write: SharedWrite[Item, Answer], item: Item, *, size: int) -> Answer:
         """Write `item`, of `size` bytes, with what else waits to be written; return its answer once that is durable."""
         gatherer = self._database.gatherer(self._engines, write)
         try:
-            return await gatherer.submit(
-                item, rollout=rollout, size=size, give_up=self._database.end_of_patience()
-            )
+            return await gatherer.submit(item, size=size, give_up=self._database.end_of_patience())
         except TimeoutError as exc:
             raise unavailable(self._database.url, exc, started=False) from exc
 

@@ -28,7 +28,7 @@ from tokencustody.schema.tables import entries, ledger_failures
 from tokencustody.states import FenceState
 from tokencustody.txn.fence import Fence, RolloutKey, Stamp
 from tokencustody.txn.ledger_rows import is_same_call
-from tokencustody.txn.putting import Put, conflict_evidence, read_base, read_call_txn
+from tokencustody.txn.putting import conflict_evidence, new_call, read_base, read_call_txn
 from tokencustody.txn.reading import chain_txn
 from tokencustody.txn.sequences import KnownSequence, KnownSequences
 
@@ -286,7 +286,7 @@ class Walk:
         base = None if packed.is_delta else self._base(connection, entry)
         if base is not None and (base.is_delta or not base.ids or not packed.begins_with(base.ids)):
             base = None
-        row = Put(self._key, entry, packed, self._stamp, base).call.row
+        row = new_call(self._key, entry, packed, self._stamp, base).row
         self._rows.append(row)
         self._row_bytes += len(row["payload"])
         if len(self._rows) >= _BATCH_ROWS or self._row_bytes >= _BATCH_BYTES:

@@ -94,8 +94,9 @@ def open_store(
     - `pool_size`: connections (on SQLite: readers) that the stores of one process and event loop share. One is left for
       calls that gather, and from 3 on another one for calls that wait for nobody; of the rest, calls wait for rollouts
       that somebody holds. With 1 or 2, such waits are cut short and tried again.
-    - `coalesce`: which concurrent calls of one process may share a transaction: those of the whole "process", those of
-      one "rollout" (for a database that is distributed by rollout), or none ("off").
+    - `coalesce`: which concurrent calls of one process may share a transaction: those of the whole "process", or none
+      ("off"). With "rollout", for a PostgreSQL that is distributed by rollout, each has one of plain statements on its
+      rollout alone.
     - `spill`: the folder on this host where marks wait while they cannot be stored, None for none; unless given it is
       TOKENCUSTODY_SPILL, or `tokencustody/spill` in the XDG state folder.
     - `max_entry_bytes`: a call whose packed bytes, attachments included, are more is refused with EntryTooLargeError.

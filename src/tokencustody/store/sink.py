@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
 from tokencustody.codec.calls import PackedEntry, pack_entry, validated
-from tokencustody.database.dialects import insert_if_absent
 from tokencustody.database.faults import is_ours
 from tokencustody.database.transactions import Doors
 from tokencustody.errors import (
@@ -20,11 +18,12 @@ from tokencustody.errors import (
 )
 from tokencustody.ids import check_call_id, check_rollout_id, is_call_id
 from tokencustody.records import TokenEntry
-from tokencustody.schema.tables import entries, intents
+from tokencustody.schema.tables import intents
 from tokencustody.spill.files import in_file_thread
 from tokencustody.spill.marks import Mark
-from tokencustody.states import FenceState, VersionEvent
+from tokencustody.states import VersionEvent
 from tokencustody.store.base import SqlStore, now
+from tokencustody.store.writing import write_call
 from tokencustody.txn.fence import (
     RolloutKey,
     Stamp,
@@ -34,19 +33,16 @@ from tokencustody.txn.fence import (
     of_call,
     refuse_if_frozen,
 )
-from tokencustody.txn.inserting import CallInsert, NewCall
-from tokencustody.txn.putting import Put, read_base, read_base_on
+from tokencustody.txn.putting import Put, new_call, read_base, read_base_on
 from tokencustody.txn.reading import call_txn, chain_txn
 from tokencustody.txn.sequences import KnownSequence, KnownSequences
+from tokencustody.txn.settling import Intent, new_intent
 
 LOGGER = logging.getLogger(__name__)
 
 # About what an intent takes on its way.
 _INTENT_SIZE = 1024
 
-_ENTRIES = CallInsert(entries, "committed_at", "payload_sha256")
-_INTENTS = CallInsert(intents, "begun_at")
-_ANNOUNCED = select(intents.c.begun_at, intents.c.written_by).where(of_call(intents))
 _REFUSAL = select(intents.c.refusal_code, intents.c.refused_at).where(of_call(intents))
 _REFUSE = update(intents).where(of_call(intents))
 _ADD_INTENT = insert(intents)
@@ -75,14 +71,17 @@ class SqlTokenSink(SqlStore):
         with self._database.doors() as doors:
             sequences = doors.kept(KnownSequences)
             base = await _base(doors, sequences, key, entry, packed)
-            put = Put(key, entry, packed, Stamp.make(now(), self.written_by), base)
-            size = len(put.call.row["payload"])
+            new = new_call(key, entry, packed, Stamp.make(now(), self.written_by), base)
             leans_on_delta = base is not None and base.is_delta
-            goes_alone = leans_on_delta or doors.has_turn(key)
-            if goes_alone or not await doors.write_together(
-                _ENTRIES.shared, put.call, rollout=key, size=size
-            ):
-                await _put_alone(doors, put)
+            size = len(new.row["payload"])
+            differing = await write_call(
+                doors, Put(new, entry, packed, base), size=size, alone=leans_on_delta
+            )
+            if differing:
+                raise PayloadConflictError(
+                    f"model call {entry.model_call_id} of rollout {key.rollout_id} was stored before with other bytes "
+                    f"(differing: {', '.join(differing)}); the first payload stays and the rollout is incomplete"
+                )
             if not packed.is_delta:
                 sequences.keep(key, entry.model_call_id, KnownSequence(packed.sha256, packed.sequence()))
 
@@ -94,25 +93,10 @@ class SqlTokenSink(SqlStore):
         """
         key = RolloutKey(self.run, check_rollout_id(rollout_id))
         check_call_id(model_call_id)
-        stamp = Stamp.make(now(), self.written_by)
-
-        def announce(connection: Connection) -> None:
-            fence = lock_fence_txn(connection, key, stamp, exclusive=False)
-            if fence.state is not FenceState.OPEN:
-                # An earlier try was committed if it stands there, though its answer was lost.
-                written = connection.execute(_ANNOUNCED, key.named(model_call_id)).one_or_none()
-                if written is not None and tuple(written) == (stamp.at, stamp.by):
-                    return
-            refuse_if_frozen(fence, key, f"the intent of call {model_call_id}")
-            connection.execute(insert_if_absent(connection, intents), _intent(key, model_call_id, stamp))
-
+        intent = Intent(new_intent(key, model_call_id, Stamp.make(now(), self.written_by)))
         self._replay_once()
-        call = NewCall(_intent(key, model_call_id, stamp), stamp)
         with self._database.doors() as doors:
-            if doors.has_turn(key) or not await doors.write_together(
-                _INTENTS.shared, call, rollout=key, size=_INTENT_SIZE
-            ):
-                await doors.write(announce, rollout=key)
+            await write_call(doors, intent, size=_INTENT_SIZE)
 
     async def refuse_call(self, rollout_id: str, *, model_call_id: str, code: str | None) -> None:
         """Record that the engine refused a call, so that its intent does not dangle. `code` is the engine's own, None
@@ -145,7 +129,7 @@ class SqlTokenSink(SqlStore):
                     )
                 return
             if found is None:
-                connection.execute(_ADD_INTENT, _intent(key, model_call_id, stamp))
+                connection.execute(_ADD_INTENT, new_intent(key, model_call_id, stamp).row)
             connection.execute(_REFUSE, key.named(model_call_id, refusal_code=code, refused_at=stamp.at))
             advance_txn(connection, key, fence, VersionEvent.REFUSAL, stamp, model_call_id=model_call_id)
 
@@ -235,27 +219,3 @@ async def _read_base(
     if row.shared_len or row.prompt_is_delta:
         chain = list(await doors.read(lambda connection: chain_txn(connection, key, parent)))
     return await asyncio.to_thread(read_base, key, chain, parent)
-
-
-async def _put_alone(doors: Doors, put: Put) -> None:
-    while not await doors.write(put.store_txn, rollout=put.key):
-        fields = await doors.write(put.compare_txn, rollout=put.key)
-        if fields:
-            raise PayloadConflictError(
-                f"model call {put.entry.model_call_id} of rollout {put.key.rollout_id} was stored before with "
-                f"other bytes (differing: {', '.join(fields)}); the first payload stays and the rollout is "
-                "incomplete"
-            )
-        if fields is not None:
-            return
-
-
-def _intent(key: RolloutKey, model_call_id: str, stamp: Stamp) -> dict[str, Any]:
-    return {
-        **key.columns(),
-        "model_call_id": model_call_id,
-        "refusal_code": None,
-        "begun_at": stamp.at,
-        "refused_at": None,
-        "written_by": stamp.by,
-    }

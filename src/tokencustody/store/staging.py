@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, Self
 
 from pydantic import BaseModel
-from sqlalchemy import ColumnElement, Connection, Select, Text, and_, column, delete, insert, select, values
+from sqlalchemy import ColumnElement, Connection
 
-from tokencustody.codec.attachments import (
-    IDENTITY_COLUMNS,
-    attachments_sha256,
-    pack_attachments,
-    unpack_attachment,
-)
-from tokencustody.codec.row_hash import HASH_COLUMN, is_proven, row_sha256
+from tokencustody.codec.attachments import attachments_sha256, pack_attachments, unpack_attachment
+from tokencustody.codec.row_hash import is_proven
 from tokencustody.codec.staged import (
-    CALL_COLUMNS,
     check_payload,
-    differing_columns,
     pack_call,
     unpack_call,
     unpack_extras,
@@ -31,8 +23,7 @@ from tokencustody.codec.staged import (
     where,
 )
 from tokencustody.database.coalescing import Coalesce
-from tokencustody.database.dialects import insert_if_absent, limit_waiting, looked_up
-from tokencustody.database.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
+from tokencustody.database.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, Result, Work
 from tokencustody.database.portal import BackgroundLoop
 from tokencustody.errors import (
     CorruptEntryError,
@@ -42,28 +33,24 @@ from tokencustody.errors import (
     StoreUnavailableError,
 )
 from tokencustody.ids import check_call_id, check_rollout_id
-from tokencustody.schema.tables import (
-    fences,
-    ledger_calls,
-    snapshot_versions,
-    staged_attachments,
-    staged_calls,
-)
+from tokencustody.schema.tables import staged_attachments
 from tokencustody.staging.digest import hash_token_ids
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult, staging_key
-from tokencustody.states import FenceState, VersionEvent
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, DatabaseClient, now
-from tokencustody.txn.fence import RolloutKey, Stamp, advance_txn, find_fence_txn
-from tokencustody.txn.inserting import CallInsert, NewCall
-
-_CALL = staged_calls.c
-_PAYLOAD = (_CALL.payload, _CALL.payload_sha256)
-_IDS = (_CALL.rollout_id, _CALL.model_call_id)
-_METADATA = tuple(_CALL[name] for name in CALL_COLUMNS)
-# Two parameters for each key, of which the databases take about 32,766.
-_KEYS_PER_QUERY = 1000
-
-_STAGED_CALLS = CallInsert(staged_calls, "staged_at", "digest", "payload", fenced=False)
+from tokencustody.store.writing import write_call
+from tokencustody.txn.fence import RolloutKey, Stamp
+from tokencustody.txn.staged_calls import (
+    EXTRAS,
+    METADATA,
+    PAYLOAD,
+    StagedCall,
+    StagedKey,
+    attachments_txn,
+    new_staged_call,
+    orphans_txn,
+    remove_staged_txn,
+    staged_calls_txn,
+)
 
 
 class SqlStagingStore(DatabaseClient):
@@ -139,7 +126,7 @@ class SqlStagingStore(DatabaseClient):
         Raises StagedCallMissingError that names every key without a call, CorruptEntryError for a call whose stored
         bytes are not those that were staged.
         """
-        rows = self._rows(staging_keys, *_METADATA, *_PAYLOAD)
+        rows = self._rows(staging_keys, *METADATA, *PAYLOAD)
         snapshots = {key: unpack_call(row) for key, row in rows.items()}
         return [snapshots[key] for key in staging_keys]
 
@@ -148,7 +135,7 @@ class SqlStagingStore(DatabaseClient):
 
         Errors as for `fetch`.
         """
-        rows = self._rows(staging_keys, *_METADATA, _CALL.extras)
+        rows = self._rows(staging_keys, *METADATA, *EXTRAS)
         extras = {key: unpack_extras(row) for key, row in rows.items()}
         return [extras[key] for key in staging_keys]
 
@@ -160,14 +147,9 @@ class SqlStagingStore(DatabaseClient):
         """
         (parsed,) = _parsed([key]).values()
 
-        def read(connection: Connection) -> tuple[Any, Sequence[Any]]:
-            if parsed is None:
-                return None, ()
-            call = select(*_IDS, _CALL.attachments_sha256).where(self._of_call(staged_calls, parsed))
-            attached = select(staged_attachments).where(self._of_call(staged_attachments, parsed))
-            return connection.execute(call).one_or_none(), connection.execute(attached).all()
-
-        call, rows = self._background.run(lambda: self._database.read(read))
+        if parsed is None:
+            raise StagedCallMissingError([key])
+        call, rows = self._read(lambda connection: attachments_txn(connection, self.run, parsed))
         if call is None:
             raise StagedCallMissingError([key])
         held = attachments_sha256((row.name, row.row_sha256) for row in rows)
@@ -190,7 +172,7 @@ class SqlStagingStore(DatabaseClient):
         Proven by the last call's cumulative hash. Raises LineageError that names the call where the keys are no chain,
         and for the rest as `fetch`.
         """
-        rows = self._rows(staging_chain, *_METADATA, *_PAYLOAD)
+        rows = self._rows(staging_chain, *METADATA, *PAYLOAD)
         token_ids: list[int] = []
         links = [rows[key] for key in staging_chain]
         for link in links:
@@ -217,15 +199,8 @@ class SqlStagingStore(DatabaseClient):
         removed: set[str] = set()
 
         def remove(connection: Connection) -> None:
-            limit_waiting(connection)
-            for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
-                # Locked, so that nobody compares a repeat with a call that is half gone.
-                found = connection.execute(self._asked_for(connection, chunk, _IDS, lock=True)).all()
-                # Added up: a repeat after a commit whose answer was lost finds nothing left to remove.
-                removed.update(staging_key(*row) for row in found)
-                for table in (staged_attachments, staged_calls):
-                    for row in found:
-                        connection.execute(delete(table).where(self._of_call(table, row)))
+            # Added up: a repeat after a commit whose answer was lost finds nothing left to remove.
+            removed.update(remove_staged_txn(connection, self.run, filter(None, keys.values())))
 
         self._background.run(lambda: self._database.write(remove))
         return [key for key in keys if key in removed]
@@ -239,147 +214,45 @@ class SqlStagingStore(DatabaseClient):
         store's own.
         """
         run = self.run if run is None else check_rollout_id(run, "run")
-        key = _CALL.rollout_id + "/" + _CALL.model_call_id
-        event = snapshot_versions.c
-        late = (
-            select(event.rollout_id + "/" + event.model_call_id)
-            .join(fences, (fences.c.run == event.run) & (fences.c.rollout_id == event.rollout_id))
-            .where(
-                event.run == run, event.event == VersionEvent.LATE_STAGE, fences.c.state == FenceState.FROZEN
-            )
-        )
-        gone_or_fenced = fences.c.state.is_(None) | (fences.c.state != FenceState.OPEN)
-        statement = (
-            select(key)
-            .outerjoin(fences, (fences.c.run == _CALL.run) & (fences.c.rollout_id == _CALL.rollout_id))
-            .where(_CALL.run == run, _CALL.staged_at <= now() - timedelta(seconds=min_age), gone_or_fenced)
-            # EXCEPT, because there is no index by staging key.
-            .except_(select(ledger_calls.c.staging_key).where(ledger_calls.c.run == run), late)
-        )
+        until = now() - timedelta(seconds=min_age)
+        return self._read(lambda connection: orphans_txn(connection, run, until))
 
-        def read(connection: Connection) -> list[str]:
-            return sorted(connection.execute(statement).scalars())
-
-        return self._background.run(lambda: self._database.read(read))
-
-    def _stage(self, record: StagedCallRecord, attachments: list[dict[str, Any]]) -> list[str]:
+    def _stage(self, record: StagedCallRecord, attachments: list[dict[str, Any]]) -> Sequence[str]:
         """Store a call and return nothing, or return what differs in the one that was stored before."""
-        key = (check_rollout_id(record.rollout_id), check_call_id(record.model_call_id))
+        key = RolloutKey(self.run, check_rollout_id(record.rollout_id))
+        check_call_id(record.model_call_id)
         if record.parent_call_id is not None:
             check_call_id(record.parent_call_id, "parent_call_id")
         packed = pack_call(record)
         size = len(packed.payload) + len(packed.extras or b"")
-        self._check_size(size + sum(len(attachment["data"]) for attachment in attachments), *key)
-        identity = {"run": self.run, "rollout_id": key[0], "model_call_id": key[1]}
-        # Without an event id: staging opens no fence, and drawing a random one lets go of the interpreter's lock.
+        attached_size = sum(len(attachment["data"]) for attachment in attachments)
+        self._check_size(size + attached_size, key.rollout_id, record.model_call_id)
+        # Without an event id as long as none is needed: drawing a random one lets go of the interpreter's lock.
         stamp = Stamp(now(), self.written_by, event_id="")
-        row = identity | {
-            **{name: getattr(record, name) for name in CALL_COLUMNS},
-            "token_width": packed.token_width,
-            "staged_at": stamp.at,
-            "written_by": stamp.by,
-            "payload": packed.payload,
-            "payload_sha256": packed.sha256,
-            "extras": packed.extras,
-        }
+        new, attached = new_staged_call(key, record, packed, attachments, stamp)
+        call = StagedCall(new, attached)
 
-        attached = [identity | attachment for attachment in attachments]
-        for each in attached:
-            each[HASH_COLUMN] = row_sha256(staged_attachments, each)
-        row["attachments_sha256"] = attachments_sha256((each["name"], each[HASH_COLUMN]) for each in attached)
-
-        rollout = RolloutKey(self.run, key[0])
-
-        def store(connection: Connection, late: Stamp | None = None) -> list[str] | None:
-            """Return None if the rollout is frozen, for which a stamp and an exclusive lock are needed."""
-            limit_waiting(connection)
-            fence = find_fence_txn(connection, rollout, exclusive=late is not None)
-            is_frozen = fence is not None and fence.state is FenceState.FROZEN
-            if is_frozen and late is None:
-                return None
-            while True:
-                stored = connection.execute(insert_if_absent(connection, staged_calls), row)
-                if stored.rowcount:
-                    if attachments:
-                        connection.execute(insert(staged_attachments), attached)
-                    if late is not None and fence is not None and is_frozen:
-                        # So that whoever froze before looks again, and nobody takes this for what is left over.
-                        advance_txn(
-                            connection, rollout, fence, VersionEvent.LATE_STAGE, late, model_call_id=key[1]
-                        )
-                    return []
-                found = connection.execute(
-                    select(*_METADATA, *_PAYLOAD)
-                    .where(self._of_call(staged_calls, key))
-                    .with_for_update(read=True)
-                )
-                # None: it was deleted between the two statements.
-                if (held := found.one_or_none()) is not None:
-                    return _differing(held, row) + differing_attachments(connection)
-
-        def differing_attachments(connection: Connection) -> list[str]:
-            columns = [staged_attachments.c[name] for name in IDENTITY_COLUMNS]
-            found = connection.execute(select(*columns).where(self._of_call(staged_attachments, key)))
-            held = {tuple(row) for row in found}
-            given = {tuple(attachment[name] for name in IDENTITY_COLUMNS) for attachment in attachments}
-            return [f"attachment {name}" for name in sorted({row[0] for row in held ^ given})]
-
-        async def stage() -> list[str]:
+        async def stage() -> Sequence[str]:
             with self._database.doors() as doors:
-                if not attachments:
-                    call = NewCall(row, stamp)
-                    if await doors.write_together(
-                        _STAGED_CALLS.shared, call, rollout=call.rollout, size=size
-                    ):
-                        return []
-                differing = await doors.write(store, rollout=rollout)
-                if differing is None:
-                    late = Stamp.make(now(), self.written_by)
-                    differing = await doors.write(lambda connection: store(connection, late), rollout=rollout)
+                # Attachments are rows of another table.
+                differing = await write_call(doors, call, size=size, alone=bool(attached))
                 if differing:
                     doors.count("conflicts")
-                return differing or []
+                return differing
 
         return self._background.run(stage)
 
     def _rows(self, staging_keys: Sequence[str], *columns: ColumnElement[Any]) -> dict[str, Any]:
         """Return the rows by key. Raises StagedCallMissingError that names every key without one."""
         keys = _parsed(staging_keys)
-
-        def read(connection: Connection) -> dict[str, Any]:
-            rows = {}
-            for chunk in _chunks([parsed for parsed in keys.values() if parsed]):
-                found = connection.execute(self._asked_for(connection, chunk, columns))
-                rows.update({staging_key(row.rollout_id, row.model_call_id): row for row in found})
-            return rows
-
-        rows = self._background.run(lambda: self._database.read(read))
+        asked = [parsed for parsed in keys.values() if parsed]
+        rows = self._read(lambda connection: staged_calls_txn(connection, self.run, asked, columns))
         if missing := [key for key in keys if key not in rows]:
             raise StagedCallMissingError(missing)
         return rows
 
-    def _asked_for(
-        self,
-        connection: Connection,
-        keys: Sequence[tuple[str, str]],
-        columns: Sequence[ColumnElement[Any]],
-        *,
-        lock: bool = False,
-    ) -> Select[Any]:
-        """Return the query for these calls, which looks each of them up by its primary key."""
-        # A list of pairs in an IN would make SQLite read the whole run, and PostgreSQL plan for longer than it reads.
-        asked = values(column("rollout_id", Text), column("model_call_id", Text)).data(keys).cte("asked")
-        is_asked = and_(
-            _CALL.run == self.run,
-            _CALL.rollout_id == asked.c.rollout_id,
-            _CALL.model_call_id == asked.c.model_call_id,
-        )
-        return looked_up(connection, asked, staged_calls, columns, is_asked, lock=lock)
-
-    def _of_call(self, table: Any, key: tuple[str, str]) -> ColumnElement[bool]:
-        """Return the condition that a row of `table` belongs to this call."""
-        columns = table.c
-        return and_(columns.run == self.run, columns.rollout_id == key[0], columns.model_call_id == key[1])
+    def _read(self, work: Work[Result]) -> Result:
+        return self._background.run(lambda: self._database.read(work))
 
 
 def _result_type(record: BaseModel) -> type[StageResult]:
@@ -390,11 +263,11 @@ def _result_type(record: BaseModel) -> type[StageResult]:
     return beside
 
 
-def _parsed(staging_keys: Sequence[str]) -> dict[str, tuple[str, str] | None]:
+def _parsed(staging_keys: Sequence[str]) -> dict[str, StagedKey | None]:
     """Return, for each key once, its rollout and call; None for a key that no staged call can have."""
     if isinstance(staging_keys, str | bytes) or not isinstance(staging_keys, Sequence):
         raise TypeError(f"staging keys must be a sequence of texts, not {type(staging_keys).__name__}")
-    keys: dict[str, tuple[str, str] | None] = {}
+    keys: dict[str, StagedKey | None] = {}
     for index, key in enumerate(staging_keys):
         if not isinstance(key, str):
             raise TypeError(f"staging key {index} must be text, not {type(key).__name__}")
@@ -405,16 +278,3 @@ def _parsed(staging_keys: Sequence[str]) -> dict[str, tuple[str, str] | None]:
         except InvalidRecordError:
             keys[key] = None
     return keys
-
-
-def _chunks(keys: list[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    return (keys[start : start + _KEYS_PER_QUERY] for start in range(0, len(keys), _KEYS_PER_QUERY))
-
-
-def _differing(held: Any, row: dict[str, Any]) -> list[str]:
-    """Return the names of the fields in which a stored row is not the given one."""
-    # The digest differs with whatever it covers, so its name would say nothing.
-    names = [name for name in CALL_COLUMNS if name != "digest" and getattr(held, name) != row[name]]
-    return [name.replace("extras_digest", "extras") for name in names] + differing_columns(
-        held, SimpleNamespace(**row)
-    )

@@ -13,13 +13,11 @@ from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import (
-    BigInteger,
     ColumnElement,
     Connection,
     Text,
     and_,
     bindparam,
-    func,
     insert,
     select,
     update,
@@ -28,7 +26,6 @@ from sqlalchemy import (
 from tokencustody.database.dialects import (
     built_once,
     insert_if_absent,
-    is_postgresql,
     lock_number,
     locking,
     patience,
@@ -126,14 +123,6 @@ def find_fence_txn(connection: Connection, key: RolloutKey, *, exclusive: bool) 
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
 
 
-def try_turn_txn(connection: Connection, key: RolloutKey) -> bool:
-    """Return whether the fence can be share-locked without waiting; if so, nobody else locks it exclusively."""
-    if not is_postgresql(connection):
-        return True
-    taken = func.pg_try_advisory_xact_lock_shared(bindparam(None, lock_number(key.lock_name), BigInteger))
-    return bool(connection.scalar(select(taken)))
-
-
 def lock_fence_txn(connection: Connection, key: RolloutKey, stamp: Stamp, *, exclusive: bool) -> Fence:
     """Lock and return the fence, opened at version 0 when the rollout has none."""
     while True:
@@ -159,19 +148,20 @@ _TOO_LATE = "came too late and changes nothing: discard it, and neither drop nor
 
 def refuse_if_frozen(fence: Fence, key: RolloutKey, what: str) -> None:
     """Raise TokenCaptureFrozenError or TokenCaptureRetiredError unless the fence is open."""
-    refuse_if_retired(fence, key, what)
-    if fence.state is FenceState.FROZEN:
-        raise TokenCaptureFrozenError(
-            f"rollout {key.rollout_id} of run {key.run} is frozen: {what} {_TOO_LATE}"
-        )
+    if fence.state is not FenceState.OPEN:
+        raise refusal(fence.state, key, what)
 
 
 def refuse_if_retired(fence: Fence, key: RolloutKey, what: str) -> None:
     """Raise TokenCaptureRetiredError when the rollout is retired."""
     if fence.state is FenceState.RETIRED:
-        raise TokenCaptureRetiredError(
-            f"rollout {key.rollout_id} of run {key.run} is retired: {what} {_TOO_LATE}"
-        )
+        raise refusal(fence.state, key, what)
+
+
+def refusal(state: FenceState, key: RolloutKey, what: str) -> TokenCaptureFrozenError:
+    """Return the error for what comes after a fence, which is in this state."""
+    error = TokenCaptureRetiredError if state is FenceState.RETIRED else TokenCaptureFrozenError
+    return error(f"rollout {key.rollout_id} of run {key.run} is {state}: {what} {_TOO_LATE}")
 
 
 def happened_txn(connection: Connection, key: RolloutKey, stamp: Stamp) -> bool:
