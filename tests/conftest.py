@@ -61,9 +61,9 @@ def default_coalesce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     mode: Coalesce = getattr(
         request, "param", Coalesce(request.config.getoption("coalesce") or Coalesce.PROCESS)
     )
-    for made in (Database, DatabaseClient, SqlStagingStore):
-        defaults = made.__init__.__kwdefaults__
-        monkeypatch.setitem(defaults or {}, "coalesce", mode)
+    made = (Database, DatabaseClient, SqlStagingStore, CaptureStore)
+    for function in (open_store, *(each.__init__ for each in made)):
+        monkeypatch.setitem(function.__kwdefaults__ or {}, "coalesce", mode)
     return mode
 
 

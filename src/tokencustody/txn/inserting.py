@@ -10,8 +10,10 @@ it has no round trips to save: a loop of plain statements in one transaction sto
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib.resources import files
 from typing import Any
 
 from sqlalchemy import Connection
@@ -47,12 +49,11 @@ _HAS_NO_ATTACHMENTS = (
     "(SELECT 1 FROM staged_attachments AS a WHERE a.run = stored.run AND a.rollout_id = stored.rollout_id"
     " AND a.model_call_id = stored.model_call_id LIMIT 1) IS NULL"
 )
-# One that has no fence yet, and gets and freezes it while this statement runs, began before that freeze had returned.
-_NOT_FROZEN = f"""writable AS (
-            SELECT run, rollout_id FROM locked WHERE state <> '{FenceState.FROZEN}'
-            UNION ALL SELECT run, rollout_id FROM turns r
-            WHERE taken AND (SELECT 1 FROM fences f WHERE f.run = r.run AND f.rollout_id = r.rollout_id) IS NULL),"""
-_IMPATIENT = f"(SELECT set_config('lock_timeout', '{round(1000 * LANE_PATIENCE)}ms', true)) IS NOT NULL"
+# PostgreSQL's statements, by whether the rows are fenced. Their comments are for people.
+_STATEMENTS = {
+    fenced: re.sub("--.*\n *", "", files(__package__).joinpath(name).read_text("utf-8"))
+    for fenced, name in ((True, "insert_fenced.sql"), (False, "insert_unfenced.sql"))
+}
 _OPEN_FENCES = (
     "WITH {asked} INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)"
     f" SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM asked WHERE true ON CONFLICT DO NOTHING"
@@ -126,52 +127,15 @@ class CallInsert:
         if self._fenced:
             names += ["opening_id", "base_sha256"]
             types += ["text", "text"]
-        key = ", ".join(_KEY)
-        return (
-            f"WITH {source(names, types)}, {self._locking} stored AS ("
-            f" INSERT INTO {self._table.name} ({', '.join(self._columns)})"
-            f" SELECT {', '.join(self._columns)} FROM asked"
-            f" JOIN writable USING (run, rollout_id) WHERE {self._condition}"
-            f" ORDER BY {key} ON CONFLICT DO NOTHING RETURNING {key}),"
-            f" durable AS MATERIALIZED (SELECT {DURABLE_COMMIT}) SELECT stored.* FROM durable CROSS JOIN stored"
+        return _STATEMENTS[self._fenced].format(
+            asked=source(names, types),
+            table=self._table.name,
+            columns=", ".join(self._columns),
+            written_at=self._written_at,
+            condition=self._condition,
+            patience=f"{round(1000 * LANE_PATIENCE)}ms",
+            durable_commit=DURABLE_COMMIT,
         )
-
-    @property
-    def _locking(self) -> str:
-        # What another transaction holds exclusively is passed over: no call waits for another rollout's freeze.
-        # Scalar subqueries, since without statistics a planner would turn EXISTS into a scan of the table.
-        opening = ", opening_id" if self._fenced else ""
-        return f"""
-        rollouts AS MATERIALIZED (
-            SELECT DISTINCT ON (run, rollout_id)
-                run, rollout_id, lock_number{opening}, {self._written_at} AS at, written_by
-            FROM asked ORDER BY run, rollout_id),
-        turns AS MATERIALIZED (
-            SELECT *, pg_try_advisory_xact_lock_shared(lock_number) AS taken FROM rollouts WHERE {_IMPATIENT}),
-        locked AS MATERIALIZED (
-            SELECT r.run, r.rollout_id, fence.state
-            FROM turns r
-            CROSS JOIN LATERAL (
-                SELECT state FROM fences f
-                WHERE r.taken AND f.run = r.run AND f.rollout_id = r.rollout_id
-                FOR SHARE SKIP LOCKED) fence),
-        {self._opening if self._fenced else _NOT_FROZEN}"""
-
-    @property
-    def _opening(self) -> str:
-        return f"""opened AS (
-            INSERT INTO fences (run, rollout_id, state, version, incomplete, opened_at)
-            SELECT run, rollout_id, '{FenceState.OPEN}', 0, false, at FROM turns r
-            WHERE taken AND (SELECT 1 FROM fences f WHERE f.run = r.run AND f.rollout_id = r.rollout_id) IS NULL
-            ORDER BY run, rollout_id ON CONFLICT DO NOTHING RETURNING run, rollout_id),
-        opening AS (
-            INSERT INTO snapshot_versions
-                (run, rollout_id, version, event, event_id, model_call_id, recorded_at, written_by)
-            SELECT run, rollout_id, 0, '{VersionEvent.OPEN}', opening_id, '', at, written_by
-            FROM opened JOIN rollouts USING (run, rollout_id)),
-        writable AS (
-            SELECT run, rollout_id FROM locked WHERE state = '{FenceState.OPEN}'
-            UNION ALL SELECT run, rollout_id FROM opened),"""
 
     def _insert_on_sqlite(self, connection: Connection, calls: dict[Key, NewCall]) -> set[Key]:
         rows = [self._values(connection, call) for call in calls.values()]
