@@ -30,7 +30,7 @@ from tokencustody.errors import (
 from tokencustody.schema import tables
 from tokencustody.staging.protocols import StagingSink, StagingSource
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult
-from tokencustody.store import staging as staging_module
+from tokencustody.txn import staged_calls
 
 ATTACHMENTS: dict[str, Any] = {
     "bytes": b"\0\xff",
@@ -275,9 +275,9 @@ def test_a_batch_of_any_size_is_read_and_deleted(
     staged: SqlStagingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for size in (1, 2, 3, 4):
-        monkeypatch.setattr(staging_module, "_KEYS_PER_QUERY", size)
+        monkeypatch.setattr(staged_calls, "_KEYS_PER_QUERY", size)
         assert [call.staging_key for call in staged.fetch(KEYS)] == KEYS
-    monkeypatch.setattr(staging_module, "_KEYS_PER_QUERY", 3)
+    monkeypatch.setattr(staged_calls, "_KEYS_PER_QUERY", 3)
     assert staged.delete(KEYS) == KEYS
 
 
