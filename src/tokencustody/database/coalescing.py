@@ -30,8 +30,8 @@ _MOST_WAITING_BYTES = 64 * 2**20
 
 
 class Coalesce(StrEnum):
-    """Which concurrent calls of one process may share a transaction: all, or none. For a database that is distributed
-    by rollout each call has one of plain statements on its rollout.
+    """Which concurrent calls of one process may share a transaction: all, or none. On a PostgreSQL that is distributed
+    by rollout each call has one of plain statements on its rollout; a SQLite file is not distributed.
     """
 
     PROCESS = "process"

@@ -206,7 +206,7 @@ class Database:
     @property
     def gathers(self) -> bool:
         """Whether calls share transactions, or at least statements: a distributed PostgreSQL takes plain ones only."""
-        return self._coalesce is not Coalesce.ROLLOUT
+        return self._coalesce is not Coalesce.ROLLOUT or self.url.is_sqlite
 
     def end_of_patience(self) -> float:
         """Return when, by the clock of the running loop, a call that begins now gives up."""

@@ -96,7 +96,7 @@ def open_store(
       that somebody holds. With 1 or 2, such waits are cut short and tried again.
     - `coalesce`: which concurrent calls of one process may share a transaction: those of the whole "process", or none
       ("off"). With "rollout", for a PostgreSQL that is distributed by rollout, each has one of plain statements on its
-      rollout alone.
+      rollout alone; on SQLite that is as "process".
     - `spill`: the folder on this host where marks wait while they cannot be stored, None for none; unless given it is
       TOKENCUSTODY_SPILL, or `tokencustody/spill` in the XDG state folder.
     - `max_entry_bytes`: a call whose packed bytes, attachments included, are more is refused with EntryTooLargeError.

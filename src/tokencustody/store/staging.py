@@ -227,8 +227,7 @@ class SqlStagingStore(DatabaseClient):
         size = len(packed.payload) + len(packed.extras or b"")
         attached_size = sum(len(attachment["data"]) for attachment in attachments)
         self._check_size(size + attached_size, key.rollout_id, record.model_call_id)
-        # Without an event id as long as none is needed: drawing a random one lets go of the interpreter's lock.
-        stamp = Stamp(now(), self.written_by, event_id="")
+        stamp = Stamp(now(), self.written_by, event_id="")  # staging opens no fence
         new, attached = new_staged_call(key, record, packed, attachments, stamp)
         call = StagedCall(new, attached)
 

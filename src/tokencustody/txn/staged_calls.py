@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -74,8 +75,11 @@ class StagedCall(Call):
         if self.attachments:
             connection.execute(_ADD_ATTACHMENT, self.attachments)
         if fence is not None and fence.state is FenceState.FROZEN:
-            new, event = self.new, VersionEvent.LATE_STAGE
-            advance_txn(connection, new.rollout, fence, event, new.stamp, model_call_id=new.key[2])
+            new, event, call_id = self.new, VersionEvent.LATE_STAGE, self.new.key[2]
+            # Not random, as that of others is: to draw one lets go of the interpreter's lock, and few are needed.
+            written = f"{call_id} {new.stamp.at.isoformat()} {new.stamp.by}"
+            stamp = replace(new.stamp, event_id=hashlib.sha256(written.encode()).hexdigest()[:32])
+            advance_txn(connection, new.rollout, fence, event, stamp, model_call_id=call_id)
 
     def is_same(self, held: Row[Any]) -> bool:
         return False  # what it was staged with stands in rows of their own
