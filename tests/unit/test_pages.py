@@ -18,6 +18,8 @@ from tokencustody.cli import app
 
 pytestmark = pytest.mark.quick
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
