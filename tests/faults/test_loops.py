@@ -140,10 +140,10 @@ def test_a_close_from_another_loop_waits_for_the_calls_in_flight_and_refuses_lat
 
 
 def test_a_close_waits_for_another_thread_that_closes_what_its_own_loop_opened(
-    ready_url: str, monkeypatch: pytest.MonkeyPatch
+    store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Else the loop may end, and cancel the closing of its connections half way.
-    sink = SqlTokenSink(ready_url)
+    sink = SqlTokenSink(store_url)
     closing, go_on = threading.Event(), threading.Event()
     dispose = Engines.dispose
 
@@ -165,6 +165,36 @@ def test_a_close_waits_for_another_thread_that_closes_what_its_own_loop_opened(
         from_inside.result(30)
         assert open_engines() == []
         from_outside.result(30)
+
+
+def test_a_close_after_a_first_use_that_came_too_late_ends(store_url: str) -> None:
+    sink = SqlTokenSink(store_url)
+    closing, taken = threading.Event(), threading.Event()
+    with LoopThread() as own, LoopThread() as other:
+
+        class Held(dict[Any, Any]):
+            """Lets the close of another thread come between what this store opens and what it makes of it."""
+
+            def __setitem__(self, key: Any, value: Any) -> None:
+                super().__setitem__(key, value)
+                self.close = asyncio.run_coroutine_threadsafe(sink._database.close(), other.loop)
+                assert closing.wait(30)
+
+            def pop(self, key: Any, default: Any = None) -> Any:
+                if threading.current_thread() is other.thread:
+                    closing.set()
+                    assert taken.wait(30)
+                    return super().pop(key, default)
+                found = super().pop(key, default)
+                taken.set()
+                return found
+
+        held = sink._database._held = Held()
+        with pytest.raises(StoreClosedError):
+            own.run(sink.put(make_entry()))
+        own.run(sink.close())
+        held.close.result(30)
+        assert open_engines() == []
 
 
 def test_a_first_use_at_the_moment_of_the_close_is_served_or_refused_and_leaves_nothing_open(

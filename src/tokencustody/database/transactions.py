@@ -168,21 +168,21 @@ class Database:
     async def _release_in(
         self, loop: asyncio.AbstractEventLoop, engines: Engines, released: Future[None]
     ) -> None:
-        def release() -> None:
-            releasing = asyncio.ensure_future(registry.release(self._key, engines))
-            releasing.add_done_callback(partial(_tell, released))
-
         if loop is asyncio.get_running_loop():
-            release()
+            self._release_here(engines, released)
             return
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(release)
+            loop.call_soon_threadsafe(self._release_here, engines, released)
         # A loop that stops meanwhile releases nothing, and tells nobody.
         waiting = asyncio.wrap_future(released)
         while loop.is_running() and not waiting.done():
             await asyncio.wait([waiting], timeout=_LONGEST_PAUSE)
         if waiting.done():
             waiting.result()
+
+    def _release_here(self, engines: Engines, released: Future[None]) -> None:
+        releasing = asyncio.ensure_future(registry.release(self._key, engines))
+        releasing.add_done_callback(partial(_tell, released))
 
     def _engines(self) -> Engines:
         if self._closed:
@@ -196,7 +196,7 @@ class Database:
                     self._held.pop(held, None)
             engines = self._held[here] = registry.acquire(self._key)
             if self._closed and self._held.pop(here, None) is not None:
-                registry.release(self._key, engines)
+                self._release_here(engines, self._leaving.setdefault(here, Future()))
                 raise self._is_closed()
         return engines
 
