@@ -53,6 +53,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] == "tokencustody":
             raise
-        raise ImportError(
-            f"tokencustody.control needs {exc.name}: run pip install 'tokencustody[http]'", name=exc.name
-        ) from exc
+        raise ImportError(without_extra(exc), name=exc.name) from exc
+
+
+def without_extra(exc: ModuleNotFoundError) -> str:
+    """Return what to say where a module of the extra is not installed."""
+    return f"tokencustody.control needs {exc.name}: run pip install 'tokencustody[http]'"

@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from tokencustody.control import without_extra
 from tokencustody.schema.command import Url
 from tokencustody.terminal.printing import printable
 
@@ -48,8 +49,8 @@ def serve(
     try:
         from tokencustody.control.server import bind, serve_control
         from tokencustody.control.wire import check_auth_token
-    except ImportError as exc:
-        _fail(str(exc))
+    except ModuleNotFoundError as exc:
+        _fail(without_extra(exc))
     from tokencustody.database.url import parse_url
     from tokencustody.errors import InvalidRecordError
     from tokencustody.store import SqlLineageStore
