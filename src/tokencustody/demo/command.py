@@ -144,6 +144,8 @@ def _show_staging(
         from tokencustody.demo.model import find_model
 
         find_model()
+        # What its processes need besides.
+        from tokencustody.control import RolloutControlClient, make_control_app  # noqa: F401
         from tokencustody.demo.staging.processes import RoleFailedError
         from tokencustody.demo.staging.report import spans_table, totals_table
         from tokencustody.demo.staging.run import run_staging_demo
