@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -45,28 +46,6 @@ def test_each_of_many_callers_gets_its_own_answer_or_error(background: Backgroun
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(ask, range(1, 2000)))
     assert answers == [number if number % 3 else -number for number in range(1, 2000)]
-
-
-def test_callers_that_come_while_the_loop_is_busy_are_all_fetched(background: BackgroundLoop) -> None:
-    inside, may_go_on = threading.Event(), threading.Event()
-
-    async def block() -> None:
-        inside.set()
-        may_go_on.wait()
-
-    async def number() -> int:
-        return 1
-
-    with ThreadPoolExecutor(9) as pool:
-        blocking = pool.submit(background.run, block)
-        assert inside.wait(30)
-        asked = [pool.submit(background.run, number) for _ in range(8)]
-        (worker,) = background._workers.values()
-        while len(worker._waiting) < 8:
-            pass
-        may_go_on.set()
-        blocking.result(30)
-        assert sum(each.result(30) for each in asked) == 8
 
 
 class InterruptionError(Exception):
@@ -115,17 +94,22 @@ def test_a_call_whose_caller_is_interrupted_is_cancelled_and_the_next_one_runs(
     assert background.run(number) == 7
 
 
-def test_a_call_whose_caller_is_interrupted_before_the_loop_fetched_it_does_not_run(
-    background: BackgroundLoop,
+def test_a_call_whose_caller_is_interrupted_before_the_loop_begins_it_does_not_run(
+    background: BackgroundLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside, interrupted, ran = threading.Event(), threading.Event(), threading.Event()
+    inside, given, interrupted, ran = (threading.Event() for _ in range(4))
     caller = threading.get_ident()
+    hand_over = asyncio.run_coroutine_threadsafe
+
+    def handed_over(coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Future[Any]:
+        future = hand_over(coroutine, loop)
+        if threading.get_ident() == caller:
+            given.set()
+        return future
 
     async def block() -> None:
         inside.set()
-        (worker,) = background._workers.values()
-        while not worker._waiting:
-            pass
+        given.wait()
         while not interrupted.is_set():
             signal.pthread_kill(caller, signal.SIGUSR1)
 
@@ -135,6 +119,7 @@ def test_a_call_whose_caller_is_interrupted_before_the_loop_fetched_it_does_not_
     with interrupting(), ThreadPoolExecutor(1) as pool:
         blocking = pool.submit(background.run, block)
         assert inside.wait(30)
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", handed_over)
         with pytest.raises(InterruptionError):
             background.run(run)
         interrupted.set()

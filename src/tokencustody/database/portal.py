@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from tokencustody.errors import StoreClosedError
 
@@ -37,19 +37,29 @@ class BackgroundLoop:
     def run(self, work: Work[Result]) -> Result:
         """Return the result of `work()`. Raises what it raises, and StoreClosedError after `close`."""
         pid = os.getpid()
-        call = _Call(work)
+        is_wanted = True
+        future: Future[Result] | None = None
+
+        async def wanted() -> Result:
+            if not is_wanted:  # the caller was interrupted before it began
+                raise asyncio.CancelledError
+            return await work()
+
         try:
             with self._lock(pid):
                 if self._closed:
                     raise StoreClosedError(f"{self._name} is closed")
                 if pid not in self._workers:
                     self._workers[pid] = _Worker()
-                self._workers[pid].start(call)
-            call.wait()
+                future = self._workers[pid].start(wanted)
+            return future.result()
         except BaseException:
-            call.abandon()  # does something only when the caller was interrupted
+            is_wanted = False
+            if future is not None:
+                future.cancel()  # does something only when the caller was interrupted
             raise
-        return call.result()
+        finally:
+            future = None  # an error's traceback holds this frame
 
     def close(self) -> None:
         """Let the calls that are running finish, then end the thread. Idempotent."""
@@ -73,64 +83,13 @@ class BackgroundLoop:
         return self._locks.setdefault(pid, threading.Lock())
 
 
-class _Call(Generic[Result]):
-    """A caller's coroutine, and the lock that it waits for until that has ended."""
-
-    __slots__ = ("_abandoned", "_ended", "_error", "_result", "_task", "_work")
-
-    def __init__(self, work: Work[Result]) -> None:
-        self._work = work
-        self._task: asyncio.Task[None] | None = None
-        self._abandoned = False
-        # A bare lock: a future of concurrent.futures costs as much again as the way into the loop and back.
-        self._ended = threading.Lock()
-        self._ended.acquire()
-        self._error: BaseException | None = None
-
-    def begin(self, loop: asyncio.AbstractEventLoop) -> asyncio.Task[None]:
-        self._task = loop.create_task(self._run())
-        if self._abandoned:
-            self._task.cancel()
-        return self._task
-
-    async def _run(self) -> None:
-        try:
-            self._result = await self._work()
-        except BaseException as exc:
-            self._error = exc
-        finally:
-            self._ended.release()
-
-    def wait(self) -> None:
-        self._ended.acquire()
-
-    def result(self) -> Result:
-        if self._error is None:
-            return self._result
-        try:
-            raise self._error
-        finally:
-            # Its traceback holds this frame.
-            self._error = None
-
-    def abandon(self) -> None:
-        self._abandoned = True
-        if self._task is not None:
-            # A loop that has been closed since has nothing left to cancel.
-            with contextlib.suppress(RuntimeError):
-                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
-
-
 class _Worker:
     """One process's loop and thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._lock = threading.Lock()
-        self._waiting: list[_Call[Any]] = []
-        self._woken = False
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         # A daemon, so that a process which forgets to close its store still ends.
         self._thread = threading.Thread(target=self._serve, name="tokencustody", daemon=True)
         try:
@@ -139,27 +98,26 @@ class _Worker:
             self._loop.close()
             raise
 
-    def start(self, call: _Call[Any]) -> None:
-        with self._lock:
-            self._waiting.append(call)
-            # The loop that is on its way to fetch one call fetches this one too.
-            if not self._woken:
-                self._loop.call_soon_threadsafe(self._fetch)
-                self._woken = True
+    def start(self, work: Work[Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
+
+    async def _run(self, work: Work[Result]) -> Result:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - this is a coroutine of the loop
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await work()
 
     def finish(self, at_end: Work[None] | None = None) -> None:
         """Let every call that was started before finish, then run `at_end`."""
 
         async def wait() -> None:
-            if others := self._running - {asyncio.current_task()}:
+            if others := self._running.copy():
                 await asyncio.wait(others)
             if at_end is not None:
                 await at_end()
 
-        call = _Call(wait)
-        self.start(call)
-        call.wait()
-        call.result()
+        asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
 
     def end(self, at_end: Work[None]) -> None:
         try:
@@ -168,15 +126,6 @@ class _Worker:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
             _wait_until_gone(self._thread)
-
-    def _fetch(self) -> None:
-        with self._lock:
-            self._woken = False
-            fetched, self._waiting = self._waiting, []
-        for call in fetched:
-            task = call.begin(self._loop)
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
