@@ -123,7 +123,8 @@ class Crew:
             elif code > 0:
                 log.seek(0)
                 last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
-                failed = last or f"it ended with {code} and gave no reason"
+                why = f"the last line of its log is: {last}" if last else "its log is empty"
+                failed = f"it ended with {code}; {why}"
         if failed:
             self._events.put_nowait({"failed": f"the {role} process: {failed}"})
 
