@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import asyncpg
 
-from tests.support.postgres import Server, fetch
+from tests.support.postgres import Server
 
 # Text that sorts as people expect shows every query that forgot to sort by code points.
 _COLLATION = "TEMPLATE template0 LOCALE_PROVIDER icu ICU_LOCALE 'en-US'"
@@ -27,29 +27,28 @@ def create(server: Server, prefix: str, template: str | None = None) -> str:
     """Create a database and return its name. Without a template it is empty, sorted by ICU if it can."""
     name = f"tokencustody_{prefix}_{secrets.token_hex(6)}"
     if template is not None:
-        fetch(server.url, f'CREATE DATABASE "{name}" TEMPLATE "{template}" {_copying(server)}')
+        server.fetch(f'CREATE DATABASE "{name}" TEMPLATE "{template}" {_copying(server)}')
         return name
     try:
-        fetch(server.url, f'CREATE DATABASE "{name}" {_COLLATION}')
+        server.fetch(f'CREATE DATABASE "{name}" {_COLLATION}')
     except (
         asyncpg.FeatureNotSupportedError,
         asyncpg.PostgresSyntaxError,
         asyncpg.InvalidParameterValueError,
     ):
-        fetch(server.url, f'CREATE DATABASE "{name}"')
+        server.fetch(f'CREATE DATABASE "{name}"')
     return name
 
 
 def drop(server: Server, name: str) -> None:
     """Drop a database. Raises LeakedConnectionError, once it is gone, when connections to it were open."""
     try:
-        fetch(server.url, f'DROP DATABASE "{name}"')
+        server.fetch(f'DROP DATABASE "{name}"')
     except asyncpg.ObjectInUseError:
-        sessions = fetch(
-            server.url,
+        sessions = server.fetch(
             f"SELECT pid, state, left(query, 80) AS query FROM pg_stat_activity WHERE datname = '{name}'",
         )
-        fetch(server.url, f'DROP DATABASE "{name}" WITH (FORCE)')
+        server.fetch(f'DROP DATABASE "{name}" WITH (FORCE)')
         listing = "\n".join(f"  {row['pid']} {row['state']}: {row['query']}" for row in sessions)
         raise LeakedConnectionError(f"the test left connections to its database open:\n{listing}") from None
 

@@ -27,15 +27,17 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import asyncpg
+
+Result = TypeVar("Result")
 
 URL_VARIABLE = "TOKENCUSTODY_TEST_POSTGRES_URL"
 CONTAINER_IMAGE = "postgres:17"
@@ -67,9 +69,14 @@ class Server:
     version: str
     socket_directory: Path | None = None
     programs: Path | None = None
+    console: Console | None = None
 
     def __str__(self) -> str:
         return f"PostgreSQL {self.version} ({self.origin})"
+
+    def fetch(self, statement: str) -> list[asyncpg.Record]:
+        """Run one statement in the maintenance database, outside a transaction, and return its rows."""
+        return fetch(self.url, statement) if self.console is None else self.console.fetch(statement)
 
     def url_of(self, database: str) -> str:
         """Return the URL of another database of this server."""
@@ -88,19 +95,41 @@ class _Place:
 
 def fetch(url: str, statement: str) -> list[asyncpg.Record]:
     """Run one statement outside a transaction and return its rows. Works inside a running event loop too."""
+    with Console(url) as console:
+        return console.fetch(statement)
 
-    async def run() -> list[asyncpg.Record]:
-        # Our own server needs no TLS. OpenSSL cleans up after the thread when Python has joined it already, with a lock
-        # that a test which forks just then would leave taken in its child.
-        is_own = urlsplit(url).hostname == "127.0.0.1" and "sslmode" not in url
-        connection = await asyncpg.connect(url, ssl=False if is_own else None)
-        try:
-            return await connection.fetch(statement)
-        finally:
-            await connection.close()
 
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, run()).result()
+class Console:
+    """One connection for many statements: to connect takes as long as to create a database."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._loop = asyncio.new_event_loop()
+        self._connection: asyncpg.Connection | None = None
+
+    def fetch(self, statement: str) -> list[asyncpg.Record]:
+        """Run one statement outside a transaction and return its rows. Works inside a running event loop too."""
+        return self._run(self._fetch(statement))
+
+    async def _fetch(self, statement: str) -> list[asyncpg.Record]:
+        if self._connection is None or self._connection.is_closed():
+            # Our own server needs no TLS. OpenSSL cleans up after the thread when Python has joined it already, with a
+            # lock that a test which forks just then would leave taken in its child.
+            is_own = urlsplit(self._url).hostname == "127.0.0.1" and "sslmode" not in self._url
+            self._connection = await asyncpg.connect(self._url, ssl=False if is_own else None)
+        return await self._connection.fetch(statement)
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self._loop.run_until_complete, work).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._connection is not None:
+            self._run(self._connection.close())
+        self._loop.close()
 
 
 @contextmanager
@@ -117,8 +146,9 @@ def postgres_server(routes: Mapping[str, Route] | None = None) -> Iterator[Serve
             except _RouteError as refusal:
                 refusals.append(f"  {name}: {refusal}")
                 continue
-            version = fetch(place.url, "SHOW server_version")[0][0].split()[0]
-            yield Server(place.url, place.origin, version, place.socket_directory, place.programs)
+            console = stack.enter_context(Console(place.url))
+            version = console.fetch("SHOW server_version")[0][0].split()[0]
+            yield Server(place.url, place.origin, version, place.socket_directory, place.programs, console)
             return
     raise NoPostgresError("\n".join(["No PostgreSQL server:", *refusals, REMEDY]))
 
