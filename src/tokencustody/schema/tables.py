@@ -234,7 +234,7 @@ ledger_calls = Table(
     Column("committed_at", UtcTime, nullable=False),
     Column("written_by", Text, nullable=False),
     Column("payload_sha256", Text, nullable=False),
-    # The hash of the other columns: see `sql.row_hash`. Rows that are older than revision 0004 have none.
+    # The hash of the other columns: see `codec.row_hash`. Rows that are older than revision 0004 have none.
     Column("row_sha256", Text),
     # What the record said, where the columns without `recorded_` hold what the store derived from the conversation.
     # Rows that are older than revision 0005 have none: theirs hold what their record said.
@@ -296,7 +296,7 @@ staged_calls = Table(
     Column("payload", LargeBinary, nullable=False),
     Column("payload_sha256", Text, nullable=False),
     Column("extras", LargeBinary),
-    # Which attachments it was staged with: see `store.attachments`. Calls from before revision 0005 do not say.
+    # Which attachments it was staged with: see `codec.attachments`. Calls from before revision 0005 do not say.
     Column("attachments_sha256", Text),
     PrimaryKeyConstraint("run", "rollout_id", "model_call_id", name="pk_staged_calls"),
     CheckConstraint("mode IN ('text', 'token_in')", name="ck_staged_calls_mode"),

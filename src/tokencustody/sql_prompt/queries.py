@@ -100,7 +100,7 @@ def open_queries(url: DatabaseUrl) -> Queries:
 
 
 class SqliteQueries:
-    """Queries of a SQLite file, with the functions of `audit.functions`."""
+    """Queries of a SQLite file, with the functions of `sql_prompt.functions`."""
 
     listing = "SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view') ORDER BY type DESC, name"
     describing = "SELECT name AS column_name, type FROM pragma_table_info({}) ORDER BY cid"

@@ -2,7 +2,7 @@
 
 It is the SHA-256 of one line of JSON, in ASCII and without spaces, with four lists: [call id, payload_sha256] for each
 complete record and [call id, refusal code or null, whether it was refused] for each intent, in the order of their ids;
-then [position, hash of the row] for each call and for each failure in the ledger, the hash as in `sql.row_hash`.
+then [position, hash of the row] for each call and for each failure in the ledger, the hash as in `codec.row_hash`.
 Nothing of that changes behind a fence but the ledger, and a version for which a row came late is sealed anew. The marks
 have their own rows in the history. Staged calls outlive the rollout, so each has in its own row the hash of what was
 attached to it, and is checked by that.

@@ -5,7 +5,7 @@ the schema in which they were created, whatever the caller's search_path says. W
 SHA-256 that its row was stored with; what is not so proven is an error that names the call. A call that is not there
 gives NULL. The one thing that a `double precision` of PostgreSQL does not keep is which NaN it was.
 
-The layouts are those of `sql.codec` and `sql.staged_codec`. A later revision that changes a function brings its own
+The layouts are those of `codec.calls` and `codec.staged`. A later revision that changes a function brings its own
 module, and this one stays what it was when it was released.
 """
 

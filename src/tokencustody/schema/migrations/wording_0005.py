@@ -1,4 +1,4 @@
-"""The wording in which PostgreSQL keeps the views of revision 0005, and by which `sql.routines` knows them again.
+"""The wording in which PostgreSQL keeps the views of revision 0005, and by which `schema.routines` knows them again.
 
 PostgreSQL rewords what it is given, and once more what it worded itself, as a dump and its restore let it do. So each
 view is created anew from its own wording until that stays as it is, and a comment on the view keeps the hash of it,
