@@ -108,6 +108,9 @@ async def newest_ledger_row(url: str) -> datetime:
 async def test_orphans_are_those_that_the_staging_store_lists(store_url: str) -> None:
     async with open_store(store_url, run="run-1") as store:
         await fill(store, store_url)
+        # Behind a freeze: whoever froze is yet to look again.
+        await store.source.freeze("behind")
+        assert (await asyncio.to_thread(store.staging.stage, stage("late", rollout="behind").snapshot)).ok
         # A ledger of the run names what was staged for another rollout.
         await store.lineage.record(make_commit("open", "c", staging_key="gone/a"))
         orphans = await asyncio.to_thread(store.staging.orphans)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, Select, and_, case, func, or_, select
+from sqlalchemy import BigInteger, Connection, Select, and_, case, func, select
 
 from tokencustody.database.dialects import is_postgresql
 from tokencustody.database.transactions import Database
@@ -21,6 +21,7 @@ from tokencustody.schema.tables import (
 )
 from tokencustody.states import FenceState
 from tokencustody.txn.selection import IS_EXPORTED, IS_PARTLY_EXPORTED
+from tokencustody.txn.staged_calls import orphaned
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +63,10 @@ def _per_run(table: Any, *figures: Any) -> Select[Any]:
     return select(table.c.run, *figures).group_by(table.c.run)
 
 
-def _statements() -> list[Select[Any]]:
+def _statements(run: str | None) -> list[Select[Any]]:
     """Return one statement for each table, whose columns are named after the fields of `RunSummary`."""
     states = [_sum(case((fences.c.state == state, 1), else_=0)).label(state) for state in FenceState]
     staged = staged_calls.c
-    staging_key = staged.rollout_id + "/" + staged.model_call_id
-    gone_or_fenced = or_(fences.c.state.is_(None), fences.c.state != FenceState.OPEN)
-    orphaned = (
-        select(staged.run, staging_key.label("staging_key"))
-        .outerjoin(fences, and_(fences.c.run == staged.run, fences.c.rollout_id == staged.rollout_id))
-        .where(gone_or_fenced)
-        # EXCEPT, because there is no index by staging key.
-        .except_(select(ledger_calls.c.run, ledger_calls.c.staging_key))
-        .subquery("orphaned")
-    )
     return [
         _per_run(
             fences,
@@ -109,7 +100,7 @@ def _statements() -> list[Select[Any]]:
             func.max(staged.staged_at).label("last_activity"),
         ),
         _per_run(staged_attachments, _sum(func.length(staged_attachments.c.data)).label("stored_bytes")),
-        _per_run(orphaned, func.count().label("orphans")),
+        _per_run(orphaned(run).subquery("orphaned"), func.count().label("orphans")),
     ]
 
 
@@ -136,7 +127,7 @@ async def summarize_runs(database: Database, run: str | None = None) -> list[Run
     All of it is one state of the database. Raises StoreUnavailableError as any read does.
     """
     statements = [
-        each if run is None else each.where(each.selected_columns.run == run) for each in _statements()
+        each if run is None else each.where(each.selected_columns.run == run) for each in _statements(run)
     ]
 
     def look(connection: Connection) -> list[RunSummary]:

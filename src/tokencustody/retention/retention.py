@@ -24,7 +24,6 @@ from sqlalchemy import (
     case,
     exists,
     func,
-    or_,
     select,
     true,
     tuple_,
@@ -41,9 +40,9 @@ from tokencustody.store.removal import delete_txn, disposable_txn, dispose_txn, 
 from tokencustody.txn.asked import check_asked
 from tokencustody.txn.fence import RolloutKey, Stamp, find_fence_txn, happened_txn, of_rollout
 from tokencustody.txn.selection import PAGE, RolloutFilter, count, pages, select_fences
+from tokencustody.txn.staged_calls import NOT_OPEN, STAGING_KEY
 
 _STAGED = staged_calls.c
-_STAGING_KEY = _STAGED.rollout_id + "/" + _STAGED.model_call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,15 +278,13 @@ class Retention(SqlStore):
         by_its_ledger = exists().where(
             _same_rollout(ledger_calls.c, _STAGED),
             ledger_calls.c.model_call_id == _STAGED.model_call_id,
-            ledger_calls.c.staging_key == _STAGING_KEY,
+            ledger_calls.c.staging_key == STAGING_KEY,
         )
         ordered = (
             select(_STAGED.run, _STAGED.rollout_id)
             .distinct()
             .outerjoin(fences, _same_rollout(fences.c, _STAGED))
-            .where(
-                _STAGED.staged_at < before, or_(fences.c.state.is_(None), fences.c.state != FenceState.OPEN)
-            )
+            .where(_STAGED.staged_at < before, NOT_OPEN)
             .where(~by_its_ledger, true() if run is None else _STAGED.run == run)
             .order_by(_STAGED.run, _STAGED.rollout_id)
             .limit(PAGE)
@@ -348,7 +345,7 @@ def _named_elsewhere_txn(connection: Connection, rollouts: Sequence[RolloutKey])
     Ledger rows that were imported into a rollout name what was staged for another.
     """
     first, last = rollouts[0], rollouts[-1]
-    staged = select(_STAGING_KEY).where(
+    staged = select(STAGING_KEY).where(
         _STAGED.run == first.run, _STAGED.rollout_id.between(first.rollout_id, last.rollout_id)
     )
     # An IN, because there is no index by staging key.

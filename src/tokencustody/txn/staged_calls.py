@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from sqlalchemy import (
     ColumnElement,
+    CompoundSelect,
     Connection,
     Row,
     Select,
@@ -20,6 +21,7 @@ from sqlalchemy import (
     delete,
     insert,
     select,
+    true,
     values,
 )
 
@@ -44,6 +46,9 @@ from tokencustody.txn.settling import Call
 StagedKey = tuple[str, str]
 
 _CALL = staged_calls.c
+STAGING_KEY = _CALL.rollout_id + "/" + _CALL.model_call_id
+# Of the fence beside a staged call, which may have none.
+NOT_OPEN = fences.c.state.is_(None) | (fences.c.state != FenceState.OPEN)
 _IDS = (_CALL.rollout_id, _CALL.model_call_id)
 METADATA = tuple(_CALL[name] for name in CALL_COLUMNS)
 PAYLOAD = (_CALL.payload, _CALL.payload_sha256)
@@ -157,24 +162,35 @@ def remove_staged_txn(connection: Connection, run: str, keys: Iterable[StagedKey
     return removed
 
 
-def orphans_txn(connection: Connection, run: str, until: datetime) -> list[str]:
-    """Return the keys, sorted, of the calls that were staged until then, and that nothing will read."""
-    key = _CALL.rollout_id + "/" + _CALL.model_call_id
+def orphaned(run: str | None = None, until: datetime | None = None) -> CompoundSelect[Any]:
+    """Return the query for run and staging key of the calls, staged until then, that nothing will read.
+
+    No ledger row of their run names them, and their rollout is not open. A call that was staged behind a freeze is none
+    until the rollout is retired: whoever froze is yet to look again.
+    """
+
+    def of_run(column: ColumnElement[str]) -> ColumnElement[bool]:
+        return true() if run is None else column == run
+
     event = snapshot_versions.c
     late = (
-        select(event.rollout_id + "/" + event.model_call_id)
+        select(event.run, event.rollout_id + "/" + event.model_call_id)
         .join(fences, (fences.c.run == event.run) & (fences.c.rollout_id == event.rollout_id))
-        .where(event.run == run, event.event == VersionEvent.LATE_STAGE, fences.c.state == FenceState.FROZEN)
+        .where(of_run(event.run), event.event == VersionEvent.LATE_STAGE, fences.c.state == FenceState.FROZEN)
     )
-    gone_or_fenced = fences.c.state.is_(None) | (fences.c.state != FenceState.OPEN)
-    statement = (
-        select(key)
+    named = select(ledger_calls.c.run, ledger_calls.c.staging_key).where(of_run(ledger_calls.c.run))
+    return (
+        select(_CALL.run, STAGING_KEY.label("staging_key"))
         .outerjoin(fences, (fences.c.run == _CALL.run) & (fences.c.rollout_id == _CALL.rollout_id))
-        .where(_CALL.run == run, _CALL.staged_at <= until, gone_or_fenced)
+        .where(of_run(_CALL.run), true() if until is None else _CALL.staged_at <= until, NOT_OPEN)
         # EXCEPT, because there is no index by staging key.
-        .except_(select(ledger_calls.c.staging_key).where(ledger_calls.c.run == run), late)
+        .except_(named, late)
     )
-    return sorted(connection.execute(statement).scalars())
+
+
+def orphans_txn(connection: Connection, run: str, until: datetime) -> list[str]:
+    """Return the keys, sorted, of the calls of a run that are `orphaned`."""
+    return sorted(row.staging_key for row in connection.execute(orphaned(run, until)))
 
 
 def _asked_for(
