@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-# Told how much there is, gives what is told what was done since it was last told.
-Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+# Told what is done and how much there is, gives what is told what was done since it was last told.
+Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 @contextmanager
-def unwatched(_total: int) -> Iterator[Callable[[int], None]]:
+def unwatched(_what: str, _total: int) -> Iterator[Callable[[int], None]]:
     """Let work go on that nobody looks at."""
     yield lambda done: None

@@ -11,7 +11,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -42,8 +42,10 @@ asyncio.run(write())
 # Backs up, and dies or runs out of room on the way.
 DYING = """
 import os, signal, sys
+from contextlib import nullcontext
 from tokencustody.backup.backup import back_up
-back_up(sys.argv[1], sys.argv[2], overwrite=True, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
+die = lambda _done: os.kill(os.getpid(), signal.SIGKILL)
+back_up(sys.argv[1], sys.argv[2], overwrite=True, watch=lambda *_: nullcontext(die))
 """
 INTERRUPTED = """
 import os, signal, sys
@@ -109,12 +111,12 @@ def test_a_backup_holds_every_call_that_was_acknowledged_before_it_began_whateve
             stack.enter_context(writer.stdout)
             acknowledged[run] = {writer.stdout.readline().strip() for _ in range(30)}
 
-        def commits_go_on(_done: int, _total: int) -> None:
+        def commits_go_on(_done: int) -> None:
             for run, writer in zip(runs, writers, strict=True):
                 assert writer.stdout is not None
                 assert writer.stdout.readline().startswith("call-"), run
 
-        made = back_up(sqlite_url, file, progress=commits_go_on)
+        made = back_up(sqlite_url, file, watch=lambda *_: nullcontext(commits_go_on))
     held = {run: calls_of(file, run) for run in runs}
     assert all(acknowledged[run] <= held[run] for run in runs)
     assert made.calls == sum(map(len, held.values()))
@@ -178,11 +180,11 @@ def test_a_backup_is_not_written_over_what_is_there_unless_it_is_told(
 def test_a_backup_is_not_written_over_what_was_made_meanwhile(filled_url: str, tmp_path: Path) -> None:
     file = tmp_path / "backup.db"
 
-    def somebody_else(_done: int, _total: int) -> None:
+    def somebody_else(_done: int) -> None:
         file.write_text("theirs")
 
     with pytest.raises(BackupError, match="made by somebody else meanwhile"):
-        back_up(filled_url, file, progress=somebody_else)
+        back_up(filled_url, file, watch=lambda *_: nullcontext(somebody_else))
     assert file.read_text() == "theirs"
     assert not list(tmp_path.glob("*.part*"))
 

@@ -9,7 +9,8 @@ import secrets
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tokencustody.errors import AccessDeniedError, InvalidRecordError, RolloutNo
 from tokencustody.states import FenceState
 from tokencustody.txn.selection import RolloutFilter
 from tokencustody.verify import Rule, running, verify
+from tokencustody.watching import Watch
 
 _MANY = 90
 
@@ -86,24 +88,38 @@ class _StoppedError(Exception):
     pass
 
 
-def _stop_at(done: int) -> running.Progress:
-    def progress(so_far: int, _total: int) -> None:
+def _seen_by(see: Callable[[int, int], None]) -> Watch:
+    """Return what shows to `see` how many rollouts are done, and how many there are."""
+
+    def watch(_what: str, total: int) -> nullcontext[Callable[[int], None]]:
+        so_far = 0
+
+        def advance(done: int) -> None:
+            nonlocal so_far
+            so_far += done
+            see(so_far, total)
+
+        return nullcontext(advance)
+
+    return watch
+
+
+def _stop_at(done: int) -> Watch:
+    def see(so_far: int, _total: int) -> None:
         if so_far >= done:
             raise _StoppedError
 
-    return progress
+    return _seen_by(see)
 
 
 def test_an_interrupted_verification_goes_on_where_it_was(store_url: str, tmp_path: Path) -> None:
     _fill_many(store_url)
     checkpoint, done = tmp_path / "checkpoint.json", []
     with pytest.raises(_StoppedError):
-        verify(store_url, checkpoint=checkpoint, progress=_stop_at(40))
+        verify(store_url, checkpoint=checkpoint, watch=_stop_at(40))
     assert "password" not in checkpoint.read_text()
 
-    report = verify(
-        store_url, checkpoint=checkpoint, progress=lambda so_far, total: done.append((so_far, total))
-    )
+    report = verify(store_url, checkpoint=checkpoint, watch=_seen_by(lambda *seen: done.append(seen)))
 
     assert done[0] == (40, _MANY)
     assert done[-1] == (_MANY, _MANY)
@@ -117,7 +133,7 @@ def test_a_checkpoint_of_something_else_is_refused(store_url: str, tmp_path: Pat
     checkpoint, other = tmp_path / "checkpoint.json", tmp_path / "other.db"
     fill(str(other))
     with pytest.raises(_StoppedError):
-        verify(store_url, checkpoint=checkpoint, progress=_stop_at(8))
+        verify(store_url, checkpoint=checkpoint, watch=_stop_at(8))
     before = checkpoint.read_bytes()
 
     with pytest.raises(InvalidRecordError, match="its database is another; name another file, or remove it"):

@@ -6,7 +6,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from tokencustody.database.sqlite_files import logs_of, owner_of_log
 from tokencustody.database.url import DatabaseUrl, parse_url
 from tokencustody.errors import BackupError, SchemaMismatchError, StoreUnavailableError
 from tokencustody.waits import waiting
+from tokencustody.watching import Watch, unwatched
 
 _PATIENCE = 10.0
 _PAGES_AT_ONCE = 1000
@@ -31,8 +32,6 @@ _COUNTED = {
     "staged_calls": "staged_calls",
 }
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +60,13 @@ def back_up(
     file: str | os.PathLike[str],
     *,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    watch: Watch = unwatched,
 ) -> Backup:
     """Write a copy of a SQLite database to `file`, mode 0600, with every call that was acknowledged before this began.
 
     Writers go on. `file` is there once it is whole, is known to be sound (`PRAGMA quick_check`), to have the revision
     and the numbers of rows of the snapshot that was copied, and survives a power cut; else there is nothing, or what
-    was there before. `progress` gets the pages that are copied and all pages. Raises BackupError, with what to do, also
+    was there before. `watch` sees the pages go by. Raises BackupError, with what to do, also
     for PostgreSQL; StoreUnavailableError; SchemaMismatchError for a file that is no database of tokencustody.
     """
     started = time.monotonic()
@@ -87,7 +86,7 @@ def back_up(
         raise StoreUnavailableError(f"{source.display} does not exist: there is nothing to back up")
     _check_target(source, target, overwrite=overwrite)
     with _temporary(target) as temporary:
-        held = _copy(source, temporary, target, progress or (lambda _done, _total: None))
+        held = _copy(source, temporary, target, watch)
         _prove(temporary, held, source)
         size = temporary.stat().st_size
         _name(temporary, target, overwrite=overwrite)
@@ -139,7 +138,7 @@ def _temporary(target: Path) -> Iterator[Path]:
                 Path(f"{temporary}{suffix}").unlink(missing_ok=True)
 
 
-def _copy(source: DatabaseUrl, temporary: Path, target: Path, progress: Progress) -> _Held:
+def _copy(source: DatabaseUrl, temporary: Path, target: Path, watch: Watch) -> _Held:
     engine = file_engine(source, _PATIENCE, begin="BEGIN", read_only=True, poolclass=NullPool)
     try:
         with closing(engine.raw_connection()) as pooled, closing(sqlite3.connect(temporary)) as copy:
@@ -151,11 +150,16 @@ def _copy(source: DatabaseUrl, temporary: Path, target: Path, progress: Progress
                 held = _held(connection, source)
             # Synced once, when it is whole.
             copy.execute("PRAGMA synchronous = OFF").close()
-            connection.backup(
-                copy,
-                pages=_PAGES_AT_ONCE,
-                progress=lambda _status, remaining, total: progress(total - remaining, total),
-            )
+            (total,) = connection.execute("PRAGMA page_count").fetchone()
+            with watch("copying pages", total) as advance:
+                done = 0
+
+                def show(_status: int, remaining: int, _total: int) -> None:
+                    nonlocal done
+                    advance(total - remaining - done)
+                    done = total - remaining
+
+                connection.backup(copy, pages=_PAGES_AT_ONCE, progress=show)
             connection.rollback()
             return held
     except sqlite3.Error as exc:

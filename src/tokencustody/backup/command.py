@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -30,17 +29,8 @@ def backup(
     """
     from tokencustody.backup.backup import back_up
 
-    with interrupts.raised(), ExitStack() as stack:
-        advance = None
-        shown = 0
-
-        def show(done: int, total: int) -> None:
-            nonlocal advance, shown
-            advance = advance or stack.enter_context(progress("copying pages", total))
-            advance(done - shown)
-            shown = done
-
-        made = back_up(url, file, overwrite=overwrite, progress=show)
+    with interrupts.raised():
+        made = back_up(url, file, overwrite=overwrite, watch=progress)
     waiting = _waiting(url)
     if waiting:
         typer.echo(

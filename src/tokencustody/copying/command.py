@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -89,7 +88,7 @@ async def _copy(
             prefix=prefix,
             include_open=include_open,
             dry_run=dry_run,
-            watch=partial(progress, "copying"),
+            watch=progress,
         )
     finally:
         await copier.close()

@@ -103,7 +103,7 @@ class Copier:
         report = CopyReport()
         unseen = set(rollout_ids or ())
         total = await selection.count(self._source, wanted) + await self._count_staged_alone(wanted)
-        with watch(total) as advance:
+        with watch("copying", total) as advance:
             async for key, state in self._keys(wanted):
                 if state == FenceState.OPEN and not include_open:
                     copied = _told(key, Outcome.LEFT_OUT, "it is open")

@@ -143,7 +143,7 @@ def export(
 
     async def reached_and_exported() -> ExportReport:
         await reach(url)
-        return await exported(url, out, options, rewards=rewards, mark=mark, retire=retire, progress=progress)
+        return await exported(url, out, options, rewards=rewards, mark=mark, retire=retire, watch=progress)
 
     report = interrupts.run(
         reached_and_exported(),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -42,19 +41,12 @@ from tokencustody.store.base import now
 from tokencustody.txn.asked import check_asked
 from tokencustody.txn.fence import RolloutKey
 from tokencustody.txn.selection import count, pages
+from tokencustody.watching import Watch, unwatched
 
 DEADLINE = 30.0
 # Rollouts whose Gym files are finished together, and things left out after which a part ends in any case.
 _GYM_ROLLOUTS_PER_PART = 64
 _LEFT_OUT_PER_PART = 10_000
-
-
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-
-
-@contextmanager
-def _untold(_what: str, _total: int) -> Iterator[Callable[[int], None]]:
-    yield lambda done: None
 
 
 class _PartWriter(Protocol):
@@ -74,7 +66,7 @@ async def export(
     rewards: str | os.PathLike[str] | None = None,
     mark: bool = True,
     retire: bool = False,
-    progress: Progress = _untold,
+    watch: Watch = unwatched,
     spill: str | os.PathLike[str] | None = "",
     deadline: float = DEADLINE,
 ) -> ExportReport:
@@ -113,10 +105,10 @@ async def export(
             if nothing is not None:
                 return nothing
         with folder.opened():
-            exporting = _Export(database, folder, options, joined, progress)
+            exporting = _Export(database, folder, options, joined, watch)
             report, rollouts = await exporting.run()
             if mark and not report.all_left_out:
-                await _hand_over(marks, folder, report, rollouts, retire, progress)
+                await _hand_over(marks, folder, report, rollouts, retire, watch)
             return report
     finally:
         await marks.close()
@@ -132,13 +124,13 @@ class _Export:
         folder: ExportFolder,
         options: ExportOptions,
         rewards: Rewards,
-        progress: Progress,
+        watch: Watch,
     ) -> None:
         self._database = database
         self._folder = folder
         self._options = options
         self._rewards = rewards
-        self._progress = progress
+        self._watch = watch
         self._library = f"tokencustody {version('tokencustody')}"
         self._parts: list[Part] = []
 
@@ -203,7 +195,7 @@ class _Export:
     async def _write_parts(self) -> None:
         wanted = self._options.filter()
         after = RolloutKey(*self._parts[-1].after) if self._parts else None
-        with self._progress("exporting", await count(self._database, wanted)) as advance:
+        with self._watch("exporting", await count(self._database, wanted)) as advance:
             advance(sum(len(part.rollouts) for part in self._parts))
             self._begin_part()
             try:
@@ -314,7 +306,7 @@ async def _hand_over(
     report: ExportReport,
     rollouts: Sequence[Exported],
     retire: bool,
-    progress: Progress,
+    watch: Watch,
 ) -> None:
     await reach("an export wrote its manifest, and marked nothing")
     manifest = folder.manifest()
@@ -332,7 +324,7 @@ async def _hand_over(
     # As somebody in another folder finds it; on which host is in `written_by`.
     found_at = str(folder.path.resolve())
     how = HandOver(report.export_id, found_at, report.manifest_sha256, retire, once)
-    with progress("retiring" if retire else "marking", len(rollouts)) as advance:
+    with watch("retiring" if retire else "marking", len(rollouts)) as advance:
         report.kept = await marks.hand_over(rollouts, how, advance)
     report.marked = len(rollouts) - sum(not kept.why.is_marked for kept in report.kept)
     report.retired = len(rollouts) - len(report.kept) if retire else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,7 +77,7 @@ async def _import(
 
     async with GymImporter(url, run=run) as importer:
         return await importer.import_folder(
-            folder, rollout_ids=rollouts, prefix=prefix, dry_run=dry_run, watch=partial(progress, "importing")
+            folder, rollout_ids=rollouts, prefix=prefix, dry_run=dry_run, watch=progress
         )
 
 

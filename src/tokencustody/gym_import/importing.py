@@ -72,7 +72,7 @@ class GymImporter(SqlStore):
             _failed(name, "the folder has no such rollout")
             for name in sorted({*(rollout_ids or ())} - {files.rollout_id for files in rollouts})
         ]
-        with watch(len(rollouts)) as advance:
+        with watch("importing", len(rollouts)) as advance:
             for files in rollouts:
                 found.append(await self._import(files, dry_run=dry_run, is_new=is_new))
                 advance(1)

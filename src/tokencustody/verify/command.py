@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,9 +70,9 @@ def verify(
             prefix=prefix,
             rollout_ids=tuple(rollout) if rollout else None,
         )
-        with interrupts.raised(), _bar() as show:
+        with interrupts.raised():
             asyncio.run(reach(url))
-            found = verify_database(url, wanted, jobs=jobs or _cores(), checkpoint=checkpoint, progress=show)
+            found = verify_database(url, wanted, jobs=jobs or _cores(), checkpoint=checkpoint, watch=progress)
         if json:
             print_json(found.as_json())
         else:
@@ -121,23 +119,6 @@ def _cores() -> int:
     # Those that this process may use, where the system tells.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar as soon as it is known how many rollouts there are."""
-    with ExitStack() as stack:
-        advance: Callable[[int], None] | None = None
-        shown = 0
-
-        def show(done: int, total: int) -> None:
-            nonlocal advance, shown
-            if advance is None:
-                advance = stack.enter_context(progress("verifying rollouts", total))
-            advance(done - shown)
-            shown = done
-
-        yield show
 
 
 def _print(found: VerifyReport) -> None:

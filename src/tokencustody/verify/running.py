@@ -25,6 +25,7 @@ from tokencustody.verify.checkpoint import Checkpoint, Position
 from tokencustody.verify.findings import Found, VerifyReport
 from tokencustody.verify.rollouts import Verifier
 from tokencustody.verify.rows import count_txn, page_txn
+from tokencustody.watching import Watch, unwatched
 
 DEFAULT_DEADLINE = 60.0
 # Rollouts that a worker verifies before it answers: few, for an interruption waits for it.
@@ -36,7 +37,6 @@ _SOON = 3.0
 _SAVE_EVERY = 1.0
 
 Result = TypeVar("Result")
-Progress = Callable[[int, int], None]
 
 
 def verify(
@@ -46,14 +46,14 @@ def verify(
     jobs: int = 1,
     checkpoint: str | os.PathLike[str] | None = None,
     deadline: float = DEFAULT_DEADLINE,
-    progress: Progress = lambda done, total: None,
+    watch: Watch = unwatched,
 ) -> VerifyReport:
     """Compute everything again that a database has recorded of the rollouts in `wanted`, or of all, and compare.
 
     Writes nothing to the database, whose writers go on meanwhile: each rollout is read on one snapshot. Holds one
     rollout per job in memory. `jobs` is the number of processes; more than one start anew from the program's main
-    module, which therefore must do its own work only under `if __name__ == "__main__"`. `progress` is told how many
-    rollouts are done and how many there are.
+    module, which therefore must do its own work only under `if __name__ == "__main__"`. `watch` sees the rollouts go
+    by.
 
     With `checkpoint`, a file, an interrupted verification of the same database and filter goes on where it was; the
     file is removed at the end. The findings are in the order of run, rollout and call, whatever the number of jobs.
@@ -76,7 +76,8 @@ def verify(
     with ExitStack() as stack:
         reader = stack.enter_context(Verifier(database, deadline))
         total = _total(reader, database, wanted)
-        progress(position.found.counts.rollouts, total)
+        advance = stack.enter_context(watch("verifying rollouts", total))
+        advance(position.found.counts.rollouts)
         workers = stack.enter_context(_Workers(reader, os.fspath(url), deadline, jobs))
         saved_at = time.monotonic()
         try:
@@ -84,7 +85,7 @@ def verify(
                 position.found.counts.add(found.counts)
                 position.found.findings += found.findings
                 position.after = last
-                progress(position.found.counts.rollouts, max(total, position.found.counts.rollouts))
+                advance(found.counts.rollouts)
                 if saved is not None and time.monotonic() - saved_at >= _SAVE_EVERY:
                     position.seconds = seconds()
                     saved.save(position)
