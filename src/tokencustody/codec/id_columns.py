@@ -85,6 +85,11 @@ def little_endian(column: array[Any]) -> bytes:
 
 def decoded(code: str, body: bytes, start: int, count: int) -> list[Any]:
     """Return `count` numbers of type code `code` that stand in `body` from `start` on."""
+    return numbers(code, body[start : start + count * array(code).itemsize])
+
+
+def numbers(code: str, data: bytes) -> list[Any]:
+    """Return the numbers of type code `code` that `data` holds."""
     column = array(code)
-    column.frombytes(body[start : start + count * column.itemsize])
+    column.frombytes(data)
     return _swapped_on_big_endian(column).tolist()

@@ -17,9 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import sys
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from tokencustody.codec.calls import first_problem
+from tokencustody.codec.id_columns import TYPECODES, little_endian, narrowest, numbers
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.staging.digest import compute_extras_digest
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord
@@ -50,7 +49,6 @@ CALL_COLUMNS = (
 )
 
 _HEADER = struct.Struct("<BB6xQ")
-_TYPECODES = {array(code).itemsize: code for code in "HIQ"}
 _MASK_VALUES = {0x00: 0.0, 0x3F: 1.0, 0x80: -0.0}
 _MAX_COLUMN_INT = 2**63 - 1
 # SQLite's limit for a value and, within a byte or so, PostgreSQL's.
@@ -91,13 +89,13 @@ def pack_call(record: StagedCallRecord) -> PackedCall:
     Raises InvalidRecordError for extras that are nested deeper than JSON parsers read, and for a call that is larger
     than a database value.
     """
-    width, ids = _narrowest(record.token_ids_delta)
+    ids = narrowest(record.token_ids_delta)
     payload = b"".join(
         (
-            _HEADER.pack(STAGED_CODEC_VERSION, width, len(record.token_ids_delta)),
-            ids,
-            _column("d", record.generation_log_probs_delta),
-            _column("d", record.token_mask_delta)[7::8],
+            _HEADER.pack(STAGED_CODEC_VERSION, ids.itemsize, len(ids)),
+            little_endian(ids),
+            little_endian(array("d", record.generation_log_probs_delta)),
+            little_endian(array("d", record.token_mask_delta))[7::8],
         )
     )
     try:
@@ -107,7 +105,7 @@ def pack_call(record: StagedCallRecord) -> PackedCall:
         raise InvalidRecordError("extras: nested too deeply") from None
     for name, value in (("the token columns", payload), ("extras", extras)):
         check_size(value, name)
-    return PackedCall(payload, hashlib.sha256(payload).hexdigest(), width, extras)
+    return PackedCall(payload, hashlib.sha256(payload).hexdigest(), ids.itemsize, extras)
 
 
 def check_size(value: bytes | None, name: str) -> None:
@@ -145,7 +143,7 @@ def check_payload(row: Any) -> None:
 
 def unpack_token_ids(row: Any) -> list[int]:
     """Return the token ids of a row, unproven. Raises CorruptEntryError when they do not decode."""
-    ids: list[int] = _numbers(*_slices(row)[0])
+    ids: list[int] = numbers(*_slices(row)[0])
     return ids
 
 
@@ -183,7 +181,7 @@ def _slices(row: Any) -> list[tuple[str, bytes]]:
                 f"staged codec {version} is not {STAGED_CODEC_VERSION}, the one this library reads"
             )
         slices, offset = [], _HEADER.size
-        for code in (_TYPECODES[width], "d", "B"):
+        for code in (TYPECODES[width], "d", "B"):
             end = offset + count * array(code).itemsize
             slices.append((code, row.payload[offset:end]))
             offset = end
@@ -202,26 +200,4 @@ def unpack_columns(row: Any) -> tuple[list[int], list[float], list[float]]:
         values = list(map(_MASK_VALUES.__getitem__, mask[1]))
     except KeyError as exc:
         raise CorruptEntryError(f"{where(row)}: the stored mask has the byte {exc}") from None
-    return _numbers(*ids), values, _numbers(*log_probs)
-
-
-def _numbers(code: str, data: bytes) -> list[Any]:
-    column = array(code)
-    column.frombytes(data)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tolist()
-
-
-def _narrowest(ids: list[int]) -> tuple[int, bytes]:
-    """Return the narrowest width in bytes that fits every id, and the ids at that width."""
-    for width in (2, 4):
-        try:
-            return width, _column(_TYPECODES[width], ids)
-        except struct.error:
-            continue  # at the first id that does not fit: far cheaper than asking for the highest
-    return 8, _column(_TYPECODES[8], ids)
-
-
-def _column(code: str, values: Sequence[float]) -> bytes:
-    return struct.pack(f"<{len(values)}{code}", *values)
+    return numbers(*ids), values, numbers(*log_probs)
