@@ -15,6 +15,7 @@ from tokencustody.chains.reading import FrozenRollout
 from tokencustody.chains.reasons import LeftOut, Why
 from tokencustody.chains.retries import Settled, settle
 from tokencustody.chains.rules import RowRules
+from tokencustody.circles import circles
 from tokencustody.codec.id_columns import digest_of_ids
 from tokencustody.errors import LineageError
 from tokencustody.lineage import check_recorded
@@ -81,7 +82,7 @@ class Segments:
             if entry.parent_call_id is not None
         }
         present = {entry.model_call_id for entry in self._rollout.entries}
-        in_circle = _circles(parents)
+        in_circle = {call for circle in circles(parents) for call in circle}
         out: dict[str, Why] = dict(self._settled.dropped)
         for call, facts in self._rollout.calls.items():
             if facts.is_conflicting:
@@ -173,20 +174,3 @@ def _problem(entry: TokenEntry, ids: list[int], start: int) -> tuple[Why, str] |
     if max(ids[start:], default=0) > _MAX_INT64:
         return Why.BEYOND_INT64, ""
     return None
-
-
-def _circles(parents: Mapping[str, str]) -> set[str]:
-    """Return the calls that are their own ancestors."""
-    found: set[str] = set()
-    done: set[str] = set()
-    for first in parents:
-        path: dict[str, None] = {}
-        call = first
-        while call in parents and call not in done and call not in path:
-            path[call] = None
-            call = parents[call]
-        if call in path:
-            above = list(path)
-            found.update(above[above.index(call) :])
-        done.update(path)
-    return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tokencustody.circles import circles
 from tokencustody.overview.summaries import CallSummary
 
 
@@ -35,38 +36,12 @@ def call_forest(calls: Sequence[CallSummary]) -> CallForest:
             roots.append(call)
         else:
             (children if call.parent_call_id in by_id else orphans)[call.parent_call_id].append(call)
-    placed: set[str] = set()
-    _place(roots, children, placed)
-    for group in orphans.values():
-        _place(group, children, placed)
     loops = []
     position = {call.model_call_id: index for index, call in enumerate(calls)}
-    for call in calls:
-        if call.model_call_id not in placed:
-            top = by_id[min(_cycle_above(call.model_call_id, by_id), key=position.__getitem__)]
-            children[str(top.parent_call_id)].remove(top)
-            loops.append(top)
-            _place([top], children, placed)
+    for circle in circles({call.model_call_id: call.parent_call_id for call in calls}):
+        top = by_id[min(circle, key=position.__getitem__)]
+        children[str(top.parent_call_id)].remove(top)
+        loops.append(top)
     return CallForest(
         roots, dict(orphans), loops, {parent: below for parent, below in children.items() if below}
     )
-
-
-def _place(
-    tops: Iterable[CallSummary], children: Mapping[str, Sequence[CallSummary]], placed: set[str]
-) -> None:
-    waiting = [call.model_call_id for call in tops]
-    while waiting:
-        call_id = waiting.pop()
-        placed.add(call_id)
-        waiting.extend(child.model_call_id for child in children.get(call_id, ()))
-
-
-def _cycle_above(call_id: str, by_id: Mapping[str, CallSummary]) -> list[str]:
-    """Return the cycle that the parents of `call_id`, a call below no top, lead into."""
-    path: dict[str, None] = {}
-    while call_id not in path:
-        path[call_id] = None
-        call_id = str(by_id[call_id].parent_call_id)
-    above = list(path)
-    return above[above.index(call_id) :]

@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from tokencustody.circles import circles
 from tokencustody.states import FailureKind, VersionEvent
 from tokencustody.txn.fence import Fence, RolloutKey, Stamp, fail_txn
 
@@ -44,17 +45,9 @@ def broken_deltas(calls: Sequence[Any]) -> Iterator[tuple[str, str]]:
     """
     present = {row.model_call_id for row in calls}
     parents = {row.model_call_id: row.parent_call_id for row in calls if row.prompt_is_delta}
-    settled: set[str] = set()
     for delta, parent in parents.items():
         if parent not in present:
             yield delta, PARENT_MISSING
-        walked: dict[str, None] = {}
-        call = delta
-        while call in parents and call not in settled and call not in walked:
-            walked[call] = None
-            call = parents[call]
-        if call in walked:
-            in_circle = list(walked)
-            for member in in_circle[in_circle.index(call) :]:
-                yield member, PARENT_CYCLE
-        settled |= walked.keys()
+    for circle in circles(parents):
+        for delta in circle:
+            yield delta, PARENT_CYCLE

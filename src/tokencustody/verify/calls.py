@@ -10,13 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tokencustody.circles import circles
 from tokencustody.codec.calls import StoredCall, first_problem, read_call
 from tokencustody.errors import CorruptEntryError
 from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry
 from tokencustody.txn.fence import RolloutKey
 from tokencustody.txn.putting import audit_text
 from tokencustody.verify.findings import Found, Rule
-from tokencustody.verify.sequences import TokenSequence, circles, walk, why_not_reached
+from tokencustody.verify.sequences import TokenSequence, walk, why_not_reached
 
 _TEXTS = (
     "model",
@@ -96,7 +97,8 @@ class _Checker:
             else:
                 roots.append(call_id)
         walk(roots, lambda call_id: below.get(call_id, ()), self._sequence, self._visit)
-        in_circle = circles({call_id: stored.parent_call_id for call_id, (_, stored) in self._calls.items()})
+        parents = {call_id: stored.parent_call_id for call_id, (_, stored) in self._calls.items()}
+        in_circle = {call for circle in circles(parents) for call in circle}
         for call_id in sorted(in_circle):
             self._say(
                 Rule.PARENT_CIRCLE,

@@ -99,20 +99,3 @@ def why_not_reached(call_id: str, parents: Mapping[str, str | None], bad: Collec
     if wanted in bad:
         return str(wanted), "is not what was written"
     return str(wanted), "is its own ancestor" if wanted in passed else "is missing"
-
-
-def circles(parents: Mapping[str, str | None]) -> set[str]:
-    """Return the calls that are their own ancestors."""
-    found: set[str] = set()
-    settled: set[str] = set()
-    for start in parents:
-        path: dict[str, None] = {}
-        call: str | None = start
-        while call is not None and call in parents and call not in settled and call not in path:
-            path[call] = None
-            call = parents[call]
-        if call is not None and call in path:
-            ordered = list(path)
-            found.update(ordered[ordered.index(call) :])
-        settled.update(path)
-    return found
