@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, select, tuple_
+from sqlalchemy import Connection, select
 
 from tokencustody.codec.chains import unpack_calls
 from tokencustody.errors import CorruptEntryError
@@ -18,6 +18,7 @@ from tokencustody.store.ledger import ledger_rows_txn
 from tokencustody.txn.fence import RolloutKey, of_rollout
 from tokencustody.txn.reading import IS_CONFLICTING
 from tokencustody.txn.seal import check_seal_txn, held_txn
+from tokencustody.txn.staged_calls import staged_calls_txn
 
 _FENCE = select(fences.c.state, fences.c.snapshot_id, fences.c.version, fences.c.incomplete).where(
     of_rollout(fences)
@@ -32,8 +33,6 @@ _CALLS = select(
     IS_CONFLICTING.label("is_conflicting"),
 ).where(of_rollout(entries))
 _FAILURES = select(failures.c.model_call_id).where(of_rollout(failures)).order_by(failures.c.version)
-# Two parameters for each key, of which the databases take about 32,766.
-_KEYS_PER_QUERY = 1000
 
 
 @contextmanager
@@ -161,18 +160,11 @@ def rollout_txn(connection: Connection, key: RolloutKey, *, include_incomplete: 
     rows.failed = list(connection.scalars(_FAILURES, key.named()))
     rows.ledger, rows.ledger_failures = ledger_rows_txn(connection, key)
     present = {row.model_call_id for row in rows.calls}
-    rows.staged = _staged_txn(
-        connection, key, [row for row in rows.ledger if row.model_call_id not in present]
-    )
-    return rows
-
-
-def _staged_txn(connection: Connection, key: RolloutKey, ledger: Sequence[Any]) -> list[Any]:
     # A row that a checkpoint brought in was staged by another rollout.
-    keys = [(row.capture_key or key.rollout_id, row.model_call_id) for row in ledger]
-    found: list[Any] = []
-    for start in range(0, len(keys), _KEYS_PER_QUERY):
-        asked = keys[start : start + _KEYS_PER_QUERY]
-        of_keys = tuple_(staged_calls.c.rollout_id, staged_calls.c.model_call_id).in_(asked)
-        found += connection.execute(select(staged_calls).where(staged_calls.c.run == key.run, of_keys))
-    return found
+    keys = [
+        (row.capture_key or key.rollout_id, row.model_call_id)
+        for row in rows.ledger
+        if row.model_call_id not in present
+    ]
+    rows.staged = list(staged_calls_txn(connection, key.run, keys, tuple(staged_calls.c)).values())
+    return rows

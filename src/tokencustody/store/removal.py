@@ -19,7 +19,6 @@ from tokencustody.schema.tables import (
     ledger_calls,
     ledger_failures,
     snapshot_versions,
-    staged_attachments,
     staged_calls,
 )
 from tokencustody.staging.records import staging_key
@@ -32,9 +31,9 @@ from tokencustody.txn.fence import (
     advance_txn,
     find_fence_txn,
     lock_fence_txn,
-    of_call,
     of_rollout,
 )
+from tokencustody.txn.staged_calls import REMOVE_STAGED
 
 # What a rollout holds besides its fence and its history. Staged token data is its framework's to delete.
 _RECORDS = (entries, intents, failures, ledger_calls, ledger_failures)
@@ -51,7 +50,6 @@ _LATE = select(snapshot_versions.c.model_call_id).where(
     of_rollout(snapshot_versions), snapshot_versions.c.event == VersionEvent.LATE_STAGE
 )
 _NAMED = select(ledger_calls.c.staging_key).where(of_rollout(ledger_calls))
-_DISPOSE = [delete(table).where(of_call(table)) for table in (staged_attachments, staged_calls)]
 
 _Removal = Callable[[Connection, RolloutKey, Stamp], bool]
 
@@ -168,5 +166,5 @@ def disposable_txn(
 
 def dispose_txn(connection: Connection, key: RolloutKey, calls: Sequence[str]) -> None:
     """Delete these staged calls, whose rows are locked, with their attachments."""
-    for statement in _DISPOSE if calls else ():
+    for statement in REMOVE_STAGED if calls else ():
         connection.execute(statement, [key.named(call) for call in calls])

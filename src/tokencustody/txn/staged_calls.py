@@ -60,7 +60,8 @@ _IDENTITIES = select(*(staged_attachments.c[name] for name in IDENTITY_COLUMNS))
 )
 _ATTACHED_HASH = select(*_IDS, _CALL.attachments_sha256).where(of_call(staged_calls))
 _ADD_ATTACHMENT = insert(staged_attachments)
-_REMOVE = [delete(table).where(of_call(table)) for table in (staged_attachments, staged_calls)]
+# Of one call, its attachments first.
+REMOVE_STAGED = [delete(table).where(of_call(table)) for table in (staged_attachments, staged_calls)]
 # Two parameters for each key, of which the databases take about 32,766.
 _KEYS_PER_QUERY = 1000
 
@@ -156,7 +157,7 @@ def remove_staged_txn(connection: Connection, run: str, keys: Iterable[StagedKey
         # Locked, so that nobody compares a repeat with a call that is half gone.
         found = connection.execute(_asked_for(connection, run, chunk, _IDS, lock=True)).all()
         removed.update(staging_key(*row) for row in found)
-        for statement in _REMOVE:
+        for statement in REMOVE_STAGED:
             for rollout_id, model_call_id in found:
                 connection.execute(statement, RolloutKey(run, rollout_id).named(model_call_id))
     return removed
