@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, insert
@@ -17,17 +16,18 @@ from tokencustody.codec.calls import PackedEntry, differing_fields, pack_entry
 from tokencustody.codec.id_columns import PackedIds
 from tokencustody.errors import InvalidRecordError
 from tokencustody.gym_import.files import Line, RolloutFiles, State, lines, names, text_at
-from tokencustody.gym_import.held import Held, ledger_call_txn
-from tokencustody.gym_import.records import UnreadableLineError, digest_problem, read_entry, read_ledger_row
+from tokencustody.gym_import.findings import Findings
+from tokencustody.gym_import.held import Held
+from tokencustody.gym_import.ledger import new_ledger_rows
+from tokencustody.gym_import.records import UnreadableLineError, digest_problem, read_entry
 from tokencustody.gym_import.report import FindingKind, ImportedRollout, Outcome
 from tokencustody.gym_import.verdict import Verdict
 from tokencustody.ids import is_call_id
 from tokencustody.lineage import FINGERPRINT_VERSIONS
 from tokencustody.records import TokenEntry
-from tokencustody.schema.tables import entries, ledger_failures
+from tokencustody.schema.tables import entries
 from tokencustody.states import FenceState
 from tokencustody.txn.fence import Fence, RolloutKey, Stamp
-from tokencustody.txn.ledger_rows import is_same_call
 from tokencustody.txn.putting import conflict_evidence, new_call, read_base, read_call_txn
 from tokencustody.txn.reading import chain_txn
 from tokencustody.txn.sequences import KnownSequence, KnownSequences
@@ -65,13 +65,11 @@ class Walk:
         self._stamp = stamp
         self._writes = writes
         self._max_entry_bytes = max_entry_bytes
-        self._found = ImportedRollout(key.rollout_id)
+        self._found = Findings(key.rollout_id)
         self._held = Held()
         self._verdict = Verdict(key, stamp)
         self._seen: dict[str, _First] = {}
         self._new_intents: list[str] = []
-        # Calls of which something was lost; the empty one has no name.
-        self._lost: dict[str, None] = {}
         # By call and second payload: what `Verdict.conflict_txn` takes.
         self._evidence: dict[tuple[str, str], dict[str, Any]] = {}
         self._conflicting: set[str] = set()
@@ -96,29 +94,29 @@ class Walk:
         self._conflicting = {call for call, _ in self._held.conflicts}
         state = self._state()
         if state is not None:
-            self._found.state = "retired" if state.retired else "frozen" if state.frozen else "open"
+            self._found.rollout.state = "retired" if state.retired else "frozen" if state.frozen else "open"
         self._settle(connection, state, None if is_new and self._is_untouched() else self._held.fence)
-        if self._found.has(_CONFLICT):
-            self._found.outcome = Outcome.CONFLICT
-            self._found.added = 0
+        if self._found.rollout.has(_CONFLICT):
+            self._found.rollout.outcome = Outcome.CONFLICT
+            self._found.rollout.added = 0
             if self._writes:
-                raise RefusedError(self._found)
+                raise RefusedError(self._found.rollout)
         elif is_new:
-            self._found.outcome = Outcome.IMPORTED
+            self._found.rollout.outcome = Outcome.IMPORTED
         elif self._changes:
-            self._found.outcome = Outcome.ADDED
-        return self._found
+            self._found.rollout.outcome = Outcome.ADDED
+        return self._found.rollout
 
     def _settle(self, connection: Connection | None, state: State | None, held: Fence | None) -> None:
         retired = state is not None and state.retired
         same_snapshot = held is not None and state is not None and held.snapshot_id == state.snapshot_id
         if held is not None and held.state is FenceState.RETIRED:
             if not same_snapshot:
-                self._conflict(None, "the rollout is retired in the database")
+                self._found.conflict(None, "the rollout is retired in the database")
             return
         if retired and held is not None:
             if held.state is not FenceState.FROZEN or not same_snapshot:
-                self._conflict(
+                self._found.conflict(
                     self._files.state, "the rollout is retired in the files, and not in the database"
                 )
             return
@@ -135,7 +133,7 @@ class Walk:
             return self._files.read_state()
         except (ValueError, RecursionError) as exc:
             reason = str(exc) if type(exc) in (ValueError, InvalidRecordError) else "it is no JSON"
-            self._lose(
+            self._found.lose(
                 self._files.state,
                 None,
                 "",
@@ -146,7 +144,7 @@ class Walk:
     def _left_out(self) -> None:
         for path in (self._files.tokens, self._files.ledger):
             if any(not line.is_blank for line in lines(path)):
-                self._find(_NOTE, path, None, None, "it is left out, for the rollout is retired")
+                self._found.find(_NOTE, path, None, None, "it is left out, for the rollout is retired")
 
     def _walk_calls(self, connection: Connection | None, state: State | None) -> None:
         recorded = {} if state is None else state.line_sha256
@@ -156,16 +154,16 @@ class Walk:
             try:
                 entry, packed = self._read(line)
             except UnreadableLineError as exc:
-                self._lose_line(self._files.tokens, line, exc)
+                self._found.lose_line(self._files.tokens, line, exc)
                 continue
             call = entry.model_call_id
             first = self._seen.setdefault(call, _First(replace(line, text=None), packed.sha256))
             if first.line.number != line.number:
                 self._compare_lines(first, line, entry, packed)
                 continue
-            self._found.calls += 1
+            self._found.rollout.calls += 1
             if call in recorded and recorded[call] != hashlib.sha256(line.text or b"").hexdigest():
-                self._lose(
+                self._found.lose(
                     self._files.tokens,
                     line,
                     call,
@@ -174,8 +172,8 @@ class Walk:
             self._check(connection, line, entry, packed)
             self._take(connection, line, entry, packed)
         self._flush(connection)
-        for call in recorded.keys() - self._seen.keys() - self._lost.keys():
-            self._lose(
+        for call in recorded.keys() - self._seen.keys() - self._found.lost.keys():
+            self._found.lose(
                 self._files.state,
                 None,
                 call if is_call_id(call) else "",
@@ -203,9 +201,9 @@ class Walk:
             before = read_entry(self._key.rollout_id, text_at(path, first.line.offset))
             fields = differing_fields(before, entry)
         if not fields:
-            self._find(_NOTE, path, line, call, f"the call is the same as in line {first.line.number}")
+            self._found.find(_NOTE, path, line, call, f"the call is the same as in line {first.line.number}")
             return
-        self._find(
+        self._found.find(
             _LOST,
             path,
             line,
@@ -226,18 +224,22 @@ class Walk:
         if packed.is_delta:
             base = self._base(connection, entry)
             if base is None:
-                self._lose(path, line, call, "the call is a delta on one that is not before it in the file")
+                self._found.lose(
+                    path, line, call, "the call is a delta on one that is not before it in the file"
+                )
                 return
             before = base.ids.token_ids()
         sequence = before + entry.prompt_token_ids + entry.generation_token_ids
         ids = PackedIds.of(sequence) if packed.is_delta else packed.sequence()
         self._sequences.keep(self._key, call, KnownSequence(packed.sha256, ids, is_delta=packed.is_delta))
         if problem := digest_problem(entry, sequence):
-            self._lose(path, line, call, problem)
+            self._found.lose(path, line, call, problem)
         elif entry.digest is None and entry.parent_resolution is None:
-            self._find(_NOTE, path, line, call, "a legacy record without lineage: it has no digest to check")
+            self._found.find(
+                _NOTE, path, line, call, "a legacy record without lineage: it has no digest to check"
+            )
         if entry.fingerprint_version not in (None, *FINGERPRINT_VERSIONS):
-            self._find(
+            self._found.find(
                 _NOTE,
                 path,
                 line,
@@ -269,7 +271,7 @@ class Walk:
             if held != packed.sha256 and connection is not None:
                 fields = differing_fields(read_call_txn(connection, self._key, call), entry)
                 if fields:
-                    self._conflict(
+                    self._found.conflict(
                         path,
                         f"the database holds the call with other content (differing: {', '.join(fields)})",
                         line,
@@ -277,9 +279,9 @@ class Walk:
                     )
             return
         if not self._is_open():
-            self._conflict(path, "the rollout is frozen in the database without this call", line, call)
+            self._found.conflict(path, "the rollout is frozen in the database without this call", line, call)
             return
-        self._found.added += 1
+        self._found.rollout.added += 1
         self._changes += 1
         if not self._writes:
             return
@@ -304,11 +306,13 @@ class Walk:
                 continue
             known.add(call)
             if not is_call_id(call):
-                self._lose(self._files.intents, None, "", f"line {number} is no call id that can be kept")
+                self._found.lose(
+                    self._files.intents, None, "", f"line {number} is no call id that can be kept"
+                )
             elif self._is_open():
                 self._new_intents.append(call)
             elif call not in self._seen and call not in self._held.calls:
-                self._conflict(
+                self._found.conflict(
                     self._files.intents,
                     "the rollout is frozen in the database without this intent",
                     None,
@@ -320,60 +324,17 @@ class Walk:
         """Return the calls for which the rollout is to be marked, of which some may be marked already."""
         named = [call if is_call_id(call) else "" for _, call in names(self._files.marks)]
         # What the database holds is not lost because a file was damaged since.
-        damaged = [] if same_snapshot else [call for call in self._lost if call not in self._held.calls]
+        damaged = [] if same_snapshot else [call for call in self._found.lost if call not in self._held.calls]
         is_held = self._held.fence is not None and self._held.fence.incomplete
         if state is not None and state.incomplete and not (named or self._evidence or damaged or is_held):
             named = [""]  # as after a conflict, of which Gym's files keep nothing else
         return list(dict.fromkeys([*named, *damaged]))
 
     def _walk_ledger(self, connection: Connection | None) -> None:
-        path = self._files.ledger
-        calls, failed = self._held.ledger, self._held.ledger_failures
-        seen: dict[str, str] = {}
-        failed_before: set[str] = set()
-        new: list[tuple[Any, dict[str, Any]]] = []
-        for line in lines(path):
-            if line.is_blank:
-                continue
-            try:
-                table, row = read_ledger_row(self._key.rollout_id, line.text)
-            except UnreadableLineError as exc:
-                self._lose_line(path, line, exc)
-                continue
-            self._found.ledger_rows += 1
-            call = row["model_call_id"]
-            if table is ledger_failures:
-                failed_before.add(call)
-                reasons = failed.setdefault(call, set())
-                if row["reason"] not in reasons:
-                    reasons.add(row["reason"])
-                    new.append((table, row))
-                continue
-            identity = row["payload_sha256"]
-            if call in failed_before:
-                self._lose(path, line, call, "the call failed before; that stays")
-            elif seen.setdefault(call, identity) != identity:
-                self._lose(path, line, call, "the ledger has other data of the call before; those stay")
-            elif call in calls or call in failed:
-                if not self._is_in_ledger(connection, row):
-                    self._conflict(path, "the database's ledger holds the call with other data", line, call)
-            else:
-                calls[call] = identity
-                new.append((table, row))
+        new = new_ledger_rows(connection, self._key, self._files.ledger, self._held, self._found)
         self._changes += len(new)
         if self._writes and connection is not None:
             self._verdict.record_txn(connection, new)
-
-    def _is_in_ledger(self, connection: Connection | None, row: dict[str, Any]) -> bool:
-        call = row["model_call_id"]
-        held = self._held.ledger.get(call)
-        if held == row["payload_sha256"]:
-            return True
-        if held is None or connection is None:
-            return False
-        found = ledger_call_txn(connection, self._key, call)
-        # Gym's line does not say by which rules a fingerprint was derived.
-        return is_same_call(found, row | {"fingerprint_version": found.fingerprint_version})
 
     def _add_verdict(
         self, connection: Connection | None, state: State | None, *, same_snapshot: bool
@@ -394,21 +355,21 @@ class Walk:
             incomplete = incomplete or state.incomplete
         elif freezes:
             incomplete = incomplete or bool(dangling)
-        self._found.incomplete = incomplete
+        self._found.rollout.incomplete = incomplete
         if freezes and held is not None:
             if held.state is FenceState.FROZEN:
                 freezes = False
                 if not same_snapshot:
-                    self._conflict(
+                    self._found.conflict(
                         self._files.state, "the rollout is frozen in the database as another snapshot"
                     )
             elif extra := self._held.calls.keys() - self._seen.keys():
-                self._conflict(
+                self._found.conflict(
                     self._files.state,
                     f"the rollout is frozen in the files without {len(extra)} of the calls in the database",
                 )
         self._changes += freezes
-        if not self._writes or connection is None or self._found.has(_CONFLICT):
+        if not self._writes or connection is None or self._found.rollout.has(_CONFLICT):
             return
         self._verdict.announce_txn(connection, self._new_intents)
         for call in marks:
@@ -417,7 +378,7 @@ class Walk:
             self._verdict.conflict_txn(connection, *each)
         if freezes and state is not None:
             # What was lost since makes another version, so that nobody drops it as what Gym's snapshot was.
-            version = state.version + self._found.has(_LOST)
+            version = state.version + self._found.rollout.has(_LOST)
             self._verdict.freeze_txn(connection, state, version, incomplete=incomplete)
 
     def _is_untouched(self) -> bool:
@@ -426,21 +387,3 @@ class Walk:
 
     def _is_open(self) -> bool:
         return self._held.fence is None or self._held.fence.state is FenceState.OPEN
-
-    def _find(
-        self, kind: FindingKind, path: Path | None, line: Line | None, call: str | None, reason: str
-    ) -> None:
-        self._found.find(kind, path.name if path else "", line.number if line else None, call or None, reason)
-
-    def _lose(self, path: Path | None, line: Line | None, call: str, reason: str) -> None:
-        self._find(_LOST, path, line, call, reason)
-        self._lost[call] = None
-
-    def _lose_line(self, path: Path | None, line: Line, exc: UnreadableLineError) -> None:
-        torn = "" if line.is_ended else "the last line is torn: "
-        self._lose(path, line, exc.model_call_id or "", f"{torn}{exc}")
-
-    def _conflict(
-        self, path: Path | None, reason: str, line: Line | None = None, call: str | None = None
-    ) -> None:
-        self._find(_CONFLICT, path, line, call, f"{reason}, which stays as it is")
