@@ -12,7 +12,7 @@ from nemo_gym.token_id_capture import staging as peer
 from nemo_gym.token_id_capture.staging import records as peer_records
 
 from tokencustody import staging
-from tokencustody.staging import records
+from tokencustody.staging import reasons, records
 
 REFUSED = "refused"
 # What the references have on top of the release.
@@ -468,7 +468,7 @@ def test_the_constants_of_the_wire_are_the_peer_s() -> None:
         assert getattr(staging, name) == getattr(peer, name)
     for name, value in vars(peer_records).items():
         if name.endswith("_REASON") or name.startswith("TERMINAL_"):
-            assert getattr(records, name) == value
+            assert getattr(reasons, name) == value
 
 
 def test_the_package_exports_what_the_peer_s_does() -> None:

@@ -27,6 +27,7 @@ from tokencustody.staging import (
     records,
     staging_key,
 )
+from tokencustody.staging import reasons as words
 
 STAGED = vectors.load("staged_call")
 REJECTS = vectors.load("staged_call_rejects")
@@ -420,8 +421,8 @@ def test_a_staging_key_needs_both_ids(ids: tuple[str, str]) -> None:
 
 
 def test_the_reasons_of_the_contract_keep_their_strings() -> None:
-    reasons = {name: value for name, value in vars(records).items() if name.endswith("_REASON")}
-    terminals = {name: value for name, value in vars(records).items() if name.startswith("TERMINAL_")}
+    reasons = {name: value for name, value in vars(words).items() if name.endswith("_REASON")}
+    terminals = {name: value for name, value in vars(words).items() if name.startswith("TERMINAL_")}
     assert reasons == {
         "UNRESOLVED_PARENT_REASON": "unresolved_parent",
         "UNCOMMITTED_CALL_REASON": "request_finished_without_staged_coordinates",

@@ -39,23 +39,6 @@ Identifier = Annotated[StrictStr, Field(min_length=1)]
 NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
 PositiveInt = Annotated[StrictInt, Field(ge=1)]
 
-# Why a call or a rollout cannot be trained on. Wire contract: a string is never given another meaning.
-UNRESOLVED_PARENT_REASON = "unresolved_parent"
-UNCOMMITTED_CALL_REASON = "request_finished_without_staged_coordinates"
-LEDGER_ROW_MISSING_RESPONSE_ID_REASON = "ledger_row_missing_response_id"
-LEDGER_ROW_MISSING_CHAIN_HASH_REASON = "ledger_row_missing_chain_hash"
-WORKER_MISSING_COMMIT_COORDS_REASON = "worker_response_missing_commit_coordinates"
-WORKER_CAPTURE_FAILED_REASON = "worker_capture_failed"
-INVALID_COMMIT_COORDS_REASON = "invalid_worker_commit_coordinates"
-
-# How terminal selection without a witness ended. Wire contract too.
-TERMINAL_SELECTED = "selected"
-TERMINAL_NO_RECORDS = "no_records"
-TERMINAL_DUPLICATE_CALL_ID = "duplicate_call_id"
-TERMINAL_ORPHANED_ROW = "orphaned_row"
-TERMINAL_NO_ROOT = "no_root"
-TERMINAL_AMBIGUOUS = "ambiguous_terminal"
-
 _COMPUTE_DIGEST = object()
 
 
@@ -184,25 +167,8 @@ class StagedCallBaseSnapshot(_DigestWireModel):
 
     @model_validator(mode="after")
     def _validate_base_integrity(self, info: ValidationInfo) -> Self:
-        digest = compute_staging_digest(
-            schema_version=self.schema_version,
-            digest_version=self.digest_version,
-            extras_digest_version=self.extras_digest_version,
-            rollout_id=self.rollout_id,
-            model_call_id=self.model_call_id,
-            parent_call_id=self.parent_call_id,
-            mode=self.mode,
-            prev_len=self.prev_len,
-            delta_len=self.delta_len,
-            cum_len=self.cum_len,
-            weight_version=self.weight_version,
-            token_ids_delta=self.token_ids_delta,
-            token_mask_delta=self.token_mask_delta,
-            generation_log_probs_delta=self.generation_log_probs_delta,
-            extras_digest=self.extras_digest,
-            chain_hash=self.chain_hash,
-            cumulative_hash=self.cumulative_hash,
-        )
+        covered = [name for name in StagedCallBaseSnapshot.model_fields if name != "digest"]
+        digest = compute_staging_digest(**{name: getattr(self, name) for name in covered})
         if info.context is _COMPUTE_DIGEST:
             self.digest = digest
         elif digest != self.digest:

@@ -9,17 +9,15 @@ from typing import Any, Literal
 
 from tokencustody.fingerprint import FINGERPRINT_VERSION, assistant_fingerprint
 from tokencustody.records import response_to_output_items
-from tokencustody.staging.records import (
+from tokencustody.staging.reasons import (
     TERMINAL_AMBIGUOUS,
     TERMINAL_DUPLICATE_CALL_ID,
     TERMINAL_NO_RECORDS,
     TERMINAL_NO_ROOT,
     TERMINAL_ORPHANED_ROW,
     TERMINAL_SELECTED,
-    CallRecord,
-    RolloutManifest,
-    RolloutReceipt,
 )
+from tokencustody.staging.records import CallRecord, RolloutManifest, RolloutReceipt
 
 # Why a witness named no call. Wire contract: a string is never given another meaning.
 DECLARED_NOT_CAPTURED = "declared_terminal_not_captured"

@@ -19,14 +19,11 @@ from tokencustody.fingerprint import FINGERPRINT_VERSION
 from tokencustody.ids import check_call_id, check_rollout_id, check_text
 from tokencustody.lineage import Continuation, continuation_of
 from tokencustody.schema.tables import ledger_calls, ledger_failures
-from tokencustody.staging.records import (
+from tokencustody.staging.reasons import (
     LEDGER_ROW_MISSING_CHAIN_HASH_REASON,
     LEDGER_ROW_MISSING_RESPONSE_ID_REASON,
-    CallRecord,
-    CaptureLedgerCommit,
-    ManifestFailure,
-    RolloutManifest,
 )
+from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, ManifestFailure, RolloutManifest
 
 # The columns of a call that are fields of its manifest row, and where what the record claimed stands instead.
 RECORD_COLUMNS = tuple(name for name in CallRecord.model_fields if name in ledger_calls.c)

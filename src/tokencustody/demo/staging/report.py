@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from tokencustody.demo.staging.trainer import Span
-from tokencustody.staging.records import (
+from tokencustody.staging.reasons import (
     TERMINAL_AMBIGUOUS,
     UNRESOLVED_PARENT_REASON,
     WORKER_CAPTURE_FAILED_REASON,

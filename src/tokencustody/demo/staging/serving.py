@@ -23,16 +23,13 @@ from tokencustody.fingerprint import assistant_fingerprint
 from tokencustody.lineage import continuation_of
 from tokencustody.protocols import LineageResolution
 from tokencustody.records import ParentResolutionStatus
-from tokencustody.staging.records import (
+from tokencustody.staging.reasons import (
     INVALID_COMMIT_COORDS_REASON,
     UNRESOLVED_PARENT_REASON,
     WORKER_CAPTURE_FAILED_REASON,
     WORKER_MISSING_COMMIT_COORDS_REASON,
-    CallRecord,
-    CaptureAdmission,
-    CaptureLedgerCommit,
-    CommitCoords,
 )
+from tokencustody.staging.records import CallRecord, CaptureAdmission, CaptureLedgerCommit, CommitCoords
 from tokencustody.store import SqlLineageStore
 
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
