@@ -47,7 +47,7 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _plain(values: Any) -> Any:
+def _only_a_list(values: Any) -> Any:
     if not isinstance(values, list | tuple):
         raise ValueError(
             f"must be a list of plain numbers, not {type(values).__name__}; an array has .tolist()"
@@ -57,7 +57,7 @@ def _plain(values: Any) -> Any:
 
 _Number = TypeVar("_Number")
 # One complaint is enough: a list of 200,000 wrong ids would fill a log, ids included.
-_Column = Annotated[list[_Number], FailFast(), BeforeValidator(_plain)]
+_Column = Annotated[list[_Number], FailFast(), BeforeValidator(_only_a_list)]
 
 
 class ParentResolutionStatus(StrEnum):

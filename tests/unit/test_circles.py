@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tokencustody.circles import circles
+
+pytestmark = pytest.mark.quick
 
 
 def test_each_circle_is_found_once_from_where_it_is_entered() -> None:

@@ -28,7 +28,9 @@ def row_sha256(table: Table, row: Mapping[str, Any]) -> str:
         if column.name != HASH_COLUMN and not isinstance(column.type, LargeBinary)
     )
     values = [
-        [name, _plain(row.get(name))] for name in columns if name not in _LATER or row.get(name) is not None
+        [name, _hashable(row.get(name))]
+        for name in columns
+        if name not in _LATER or row.get(name) is not None
     ]
     return hashlib.sha256(json.dumps(values, separators=(",", ":")).encode()).hexdigest()
 
@@ -38,7 +40,7 @@ def is_proven(table: Table, row: Any) -> bool:
     return row.row_sha256 is None or row.row_sha256 == row_sha256(table, row._mapping)
 
 
-def _plain(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     match value:
         case datetime():
             return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")

@@ -151,7 +151,7 @@ def export(
         at_once=lambda: "",
     )
     if json:
-        print_json(_plain(report))
+        print_json(_document(report))
     else:
         _print(report)
     for name in report.unknown[:_SHOWN]:
@@ -177,7 +177,7 @@ def _moment(before: str | None) -> datetime | None:
     return moment_of(before, "--before")
 
 
-def _plain(report: ExportReport) -> dict[str, Any]:
+def _document(report: ExportReport) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {

@@ -63,7 +63,7 @@ def list_(folder: Folder = None, as_json: Json = False) -> None:
     with _looking():
         files = spilled_files(root)
     if as_json:
-        print_json({"folder": str(root), "files": [_plain(file) for file in files]})
+        print_json({"folder": str(root), "files": [_document(file) for file in files]})
     elif not files:
         typer.echo(f"no mark waits in {root}")
     else:
@@ -272,7 +272,7 @@ def _looking() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _plain(file: SpilledFile) -> dict[str, Any]:
+def _document(file: SpilledFile) -> dict[str, Any]:
     if file.mark is None:
         return {"file": str(file.path), "corrupt": True}
     return {
