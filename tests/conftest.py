@@ -1,7 +1,8 @@
 """Databases for the tests, and the PostgreSQL server under them.
 
 `store_url` runs a test twice, on a new SQLite file and on a new PostgreSQL database, both ready for use. With
-`--coalesce MODE` every store of the run gathers its calls in that mode, unless a test names another.
+`--coalesce MODE` every store of the run gathers its calls in that mode, unless a test names another. A test that is
+marked `serializable` runs a third time, on PostgreSQL with `isolation="serializable"`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from tokencustody.database import postgresql, registry
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.database.transactions import Database
+from tokencustody.states import Isolation
 from tokencustody.store import CaptureStore, open_store
 from tokencustody.store.base import DatabaseClient
 from tokencustody.store.staging import SqlStagingStore
@@ -39,6 +42,8 @@ _servers: set[str | None] = set()
 
 # Runs in every mode, unless the run is limited to one.
 _IN_EVERY_MODE = "test_behaviour"
+_DATABASES = ("sqlite", "postgresql")
+_SERIALIZABLE = "serializable"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,10 +54,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.module.__name__.rpartition(".")[2]
+    also = [_SERIALIZABLE] if metafunc.definition.get_closest_marker("serializable") else []
+    # By a mark, which takes the place of the fixture's own parameters.
     if name == _IN_EVERY_MODE and metafunc.config.getoption("coalesce") is None:
-        metafunc.parametrize("default_coalesce", list(Coalesce), indirect=True)
+        # Where each is serializable none are gathered, whatever the mode.
+        modes = [*product(Coalesce, _DATABASES), *product([Coalesce.PROCESS], also)]
+        mark = pytest.mark.parametrize(("default_coalesce", "store_url"), modes, indirect=True)
+        metafunc.definition.add_marker(mark)
+    elif also:
+        mark = pytest.mark.parametrize("store_url", [*_DATABASES, *also], indirect=True)
+        metafunc.definition.add_marker(mark)
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +75,14 @@ def default_coalesce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     mode: Coalesce = getattr(
         request, "param", Coalesce(request.config.getoption("coalesce") or Coalesce.PROCESS)
     )
+    _let_default(monkeypatch, "coalesce", mode)
+    return mode
+
+
+def _let_default(monkeypatch: pytest.MonkeyPatch, option: str, value: str) -> None:
     made = (Database, DatabaseClient, SqlStagingStore, CaptureStore)
     for function in (open_store, *(each.__init__ for each in made)):
-        monkeypatch.setitem(function.__kwdefaults__ or {}, "coalesce", mode)
-    return mode
+        monkeypatch.setitem(function.__kwdefaults__ or {}, option, value)
 
 
 def pytest_configure() -> None:
@@ -213,14 +231,22 @@ def _nothing_left_open() -> Iterator[None]:
     assert not FAULT_POINTS
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store_url(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=_DATABASES)
+def store_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A database that is ready for a store, once of each kind."""
+    if request.param == _SERIALIZABLE:
+        _let_default(monkeypatch, "isolation", Isolation.SERIALIZABLE)
     url: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
     return url
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture
+def default_isolation(store_url: str) -> Isolation:
+    """The level of the stores of this process that are not given another."""
+    return Isolation((open_store.__kwdefaults__ or {})["isolation"])
+
+
+@pytest.fixture(params=_DATABASES)
 def unused_store_url(request: pytest.FixtureRequest) -> str:
     """A database that no store has opened, once of each kind; on SQLite the first one creates the file."""
     url: str = request.getfixturevalue("new_sqlite_url" if request.param == "sqlite" else "postgres_url")

@@ -13,6 +13,13 @@ class FenceState(StrEnum):
     RETIRED = "retired"
 
 
+class Isolation(StrEnum):
+    """At which level of PostgreSQL the transactions run. On SQLite each is serializable, whatever is asked for."""
+
+    READ_COMMITTED = "read committed"
+    SERIALIZABLE = "serializable"
+
+
 class VersionEvent(StrEnum):
     """What made a version of a rollout."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from tokencustody.conformance import CheckStatus, ConformanceReport, check_conformance, registered_checks
 from tokencustody.database.coalescing import Coalesce
+from tokencustody.states import Isolation
 from tokencustody.store import SqlLineageStore, SqlStagingStore, SqlTokenSink, SqlTokenSource
 
 # What calls that share a transaction could spoil for one another.
@@ -25,9 +26,11 @@ SHARED = [
 ]
 
 
-async def check(url: str, coalesce: Coalesce, **options: Any) -> ConformanceReport:
-    # The mode is named, for the processes of the race make stores of their own.
-    here: dict[str, Any] = {"url": url, "run": "here", "coalesce": coalesce}
+async def check(
+    url: str, coalesce: Coalesce, isolation: Isolation = Isolation.READ_COMMITTED, **options: Any
+) -> ConformanceReport:
+    # The modes are named, for the processes of the race make stores of their own.
+    here: dict[str, Any] = {"url": url, "run": "here", "coalesce": coalesce, "isolation": isolation}
     there = {**here, "run": "there"}
     return await check_conformance(
         partial(SqlTokenSink, **here),
@@ -40,10 +43,13 @@ async def check(url: str, coalesce: Coalesce, **options: Any) -> ConformanceRepo
     )
 
 
+@pytest.mark.serializable
 @pytest.mark.quick("Strict fence")
 @pytest.mark.race
-async def test_the_sql_stores_pass_every_check(store_url: str, default_coalesce: Coalesce) -> None:
-    report = await check(store_url, default_coalesce)
+async def test_the_sql_stores_pass_every_check(
+    store_url: str, default_coalesce: Coalesce, default_isolation: Isolation
+) -> None:
+    report = await check(store_url, default_coalesce, default_isolation)
     assert [result.status for result in report.results] == [CheckStatus.PASSED] * len(registered_checks()), (
         report.summary()
     )

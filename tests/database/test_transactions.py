@@ -81,6 +81,7 @@ WRITES: dict[str, tuple[Operation, int]] = {
 }
 
 
+@pytest.mark.serializable
 @pytest.mark.quick("An unknown commit is settled by looking")
 @pytest.mark.parametrize("point", ["before commit", "after commit, before acknowledgement"])
 @pytest.mark.parametrize("error", [serialization_failure, connection_lost])
@@ -107,6 +108,7 @@ async def test_a_lost_answer_never_becomes_a_false_conflict(store: CaptureStore,
     assert (len(snapshot.entries), snapshot.incomplete) == (1, False)
 
 
+@pytest.mark.serializable
 async def test_a_real_conflict_whose_answer_was_lost_is_recorded_once(
     store: CaptureStore, store_url: str, faults: Points
 ) -> None:

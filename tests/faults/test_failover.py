@@ -13,6 +13,7 @@ from tokencustody import CaptureStore, open_store
 from tokencustody.database.standby import synchronous_standbys
 from tokencustody.database.url import parse_url
 from tokencustody.errors import DurabilityError, StoreUnavailableError, TokenCaptureFrozenError
+from tokencustody.states import Isolation
 
 DEADLINE = 30.0
 
@@ -91,6 +92,23 @@ async def test_without_a_synchronous_standby_a_failover_may_lose_calls_and_open_
         await fail_over(primary, standby)
         await store.sink.put(make_entry("rollout-1", "late"))
         assert await calls_of(store, "rollout-1") == ["late", "replicated"]
+
+
+@pytest.mark.parametrize("isolation", Isolation)
+async def test_a_write_that_comes_to_a_standby_waits_until_it_is_promoted(
+    primary: PostgresCluster, standby: PostgresStandby, isolation: Isolation
+) -> None:
+    async with open_store(primary.url_of("captures")) as store:
+        await store.sink.put(make_entry("rollout-1", "call-1"))
+    await asyncio.to_thread(wait_until_replayed, primary, standby)
+    async with open_store(standby.url_of("captures"), deadline=DEADLINE, isolation=isolation) as store:
+        putting = asyncio.create_task(store.sink.put(make_entry("rollout-1", "call-2")))
+        while not store.stats()["retries_read_only"]:
+            assert not putting.done()
+            await asyncio.sleep(0)
+        await fail_over(primary, standby)
+        await putting
+        assert await calls_of(store, "rollout-1") == ["call-1", "call-2"]
 
 
 def wait_until_replayed(primary: PostgresCluster, standby: PostgresCluster) -> None:

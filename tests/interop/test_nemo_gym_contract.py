@@ -38,6 +38,7 @@ def entry(rollout_id: str = "rollout-1", model_call_id: str = "call-1") -> Token
     )
 
 
+@pytest.mark.serializable
 async def test_every_check_of_the_published_kit_passes(store_url: str) -> None:
     made: list[Any] = []
 

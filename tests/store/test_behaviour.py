@@ -12,6 +12,8 @@ from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenCaptureReti
 from tokencustody.errors import InvalidRecordError, PayloadConflictError
 from tokencustody.schema import tables
 
+pytestmark = pytest.mark.serializable
+
 Operation = Callable[[CaptureStore], Awaitable[object]]
 
 WRITES: dict[str, Operation] = {

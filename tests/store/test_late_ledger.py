@@ -115,6 +115,7 @@ async def events(url: str) -> list[tuple[Any, ...]]:
     return sorted(tuple(row[name] for name in names) for row in found)
 
 
+@pytest.mark.serializable
 async def test_a_late_row_makes_a_version_so_that_no_drop_of_the_snapshot_before_removes_it(
     store: CaptureStore, store_url: str, write: Write
 ) -> None:
@@ -143,6 +144,7 @@ async def test_a_repeat_makes_no_version(store: CaptureStore, write: Write) -> N
     assert (await store.source.freeze("rollout-1")).version == before.version + 1
 
 
+@pytest.mark.serializable
 async def test_a_lost_answer_makes_no_second_version(
     store: CaptureStore, write: Write, faults: Points
 ) -> None:

@@ -101,6 +101,7 @@ async def test_a_failure_of_a_recorded_call_poisons_it_without_removing_it(store
     assert (calls_of(manifest), failures_of(manifest)) == (["call-1"], [("call-1", "late trouble")])
 
 
+@pytest.mark.serializable
 async def test_the_freeze_fence_is_the_sinks_and_the_ledger_still_records(store: CaptureStore) -> None:
     await store.source.freeze("rollout-1")
     await store.lineage.record(make_commit())
@@ -128,6 +129,7 @@ async def test_a_retired_rollout_discards_late_rows_with_a_warning_and_cannot_be
     assert await rows_of(store_url, tables.ledger_calls) == []
 
 
+@pytest.mark.serializable
 async def test_one_fence_covers_records_and_ledger_whoever_retires(store: CaptureStore) -> None:
     await store.lineage.record(make_commit("by-source"))
     await store.sink.put(make_entry("by-ledger"))
@@ -142,6 +144,7 @@ async def test_one_fence_covers_records_and_ledger_whoever_retires(store: Captur
     assert not await store.lineage.has_rows("by-source")
 
 
+@pytest.mark.serializable
 async def test_a_ledger_row_resolves_the_next_request_of_any_client(
     store: CaptureStore, store_url: str
 ) -> None:
@@ -274,6 +277,7 @@ async def test_exported_rows_come_back_in_order_and_keep_who_staged_them(
     await store.lineage.record(first)  # its repeat is still recognised
 
 
+@pytest.mark.serializable
 async def test_an_import_is_all_or_nothing(store: CaptureStore) -> None:
     await store.lineage.record(make_commit(model_call_id="call-1"))
     await store.lineage.record(make_commit(model_call_id="call-2"))
@@ -395,6 +399,7 @@ async def test_rows_without_a_hash_are_carried_along_as_failed_and_are_no_parent
     assert failures_of(await store.lineage.manifest("attempt-3")) == failures_of(manifest)
 
 
+@pytest.mark.serializable
 async def test_a_lost_answer_never_becomes_a_conflict_or_a_second_row(
     store: CaptureStore, store_url: str, faults: Points
 ) -> None:
@@ -406,6 +411,7 @@ async def test_a_lost_answer_never_becomes_a_conflict_or_a_second_row(
     assert [row["position"] for row in await rows_of(store_url, tables.ledger_failures)] == [2]
 
 
+@pytest.mark.serializable
 async def test_concurrent_records_of_one_rollout_get_distinct_positions(
     store: CaptureStore, store_url: str
 ) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,18 +19,25 @@ from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenCaptureReti
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.errors import PayloadConflictError
 from tokencustody.schema import tables
+from tokencustody.states import Isolation
 
-pytestmark = pytest.mark.race
+# Each way in which the calls of a process may share transactions; none are shared where each is serializable.
+MODES = [*product(["sqlite", "postgresql"], Coalesce), ("serializable", Coalesce.PROCESS)]
+
+pytestmark = [
+    pytest.mark.race,
+    pytest.mark.parametrize(("store_url", "coalesce"), MODES, indirect=["store_url"]),
+]
 
 PROCESSES = 3
 TASKS = 4
 SPAWN = multiprocessing.get_context("spawn")
 
 
-@pytest.fixture(params=list(Coalesce))
-def coalesce(request: pytest.FixtureRequest) -> str:
-    """Each way in which the calls of a process may share transactions."""
-    return str(request.param)
+@pytest.fixture
+def options(coalesce: Coalesce, default_isolation: Isolation) -> dict[str, str]:
+    """The options of the writers' stores."""
+    return {"coalesce": coalesce, "isolation": default_isolation}
 
 
 @dataclass
@@ -77,9 +85,11 @@ async def put_another_payload(store: CaptureStore, name: str) -> Outcome:
     return Outcome(stored=[name])
 
 
-def work(connection: Connection, url: str, name: str, job: Callable[..., Any], coalesce: str) -> None:
+def work(
+    connection: Connection, url: str, name: str, job: Callable[..., Any], options: dict[str, str]
+) -> None:
     async def main() -> Outcome:
-        async with open_store(url, run="run-1", writer=name, coalesce=coalesce) as store:
+        async with open_store(url, run="run-1", writer=name, **options) as store:
             await store.source.freeze("warm-up")  # connected before the race starts
             connection.send("ready")
             connection.recv()
@@ -89,12 +99,12 @@ def work(connection: Connection, url: str, name: str, job: Callable[..., Any], c
 
 
 @contextmanager
-def writers(url: str, job: Callable[..., Any], coalesce: str) -> Iterator[list[Connection]]:
+def writers(url: str, job: Callable[..., Any], options: dict[str, str]) -> Iterator[list[Connection]]:
     """Start the processes, wait until all are connected, and let them go at once."""
     connections, processes = [], []
     for number in range(PROCESSES):
         here, there = SPAWN.Pipe()
-        process = SPAWN.Process(target=work, args=(there, url, f"writer-{number}", job, coalesce))
+        process = SPAWN.Process(target=work, args=(there, url, f"writer-{number}", job, options))
         process.start()
         connections.append(here)
         processes.append(process)
@@ -115,9 +125,9 @@ def writers(url: str, job: Callable[..., Any], coalesce: str) -> Iterator[list[C
 
 @pytest.mark.parametrize("calls_before", [1, 40])
 async def test_what_was_acknowledged_before_a_racing_freeze_is_in_the_snapshot_and_nothing_after(
-    store: CaptureStore, store_url: str, calls_before: int, coalesce: str
+    store: CaptureStore, store_url: str, calls_before: int, options: dict[str, str]
 ) -> None:
-    with writers(store_url, write_until_refused, coalesce) as connections:
+    with writers(store_url, write_until_refused, options) as connections:
         while len(await rows_of(store_url, tables.entries)) < calls_before:
             pass
         snapshot = await store.source.freeze("rollout-1")
@@ -133,9 +143,9 @@ async def test_what_was_acknowledged_before_a_racing_freeze_is_in_the_snapshot_a
 
 
 async def test_a_racing_retirement_leaves_no_row_behind(
-    store: CaptureStore, store_url: str, coalesce: str
+    store: CaptureStore, store_url: str, options: dict[str, str]
 ) -> None:
-    with writers(store_url, write_until_refused, coalesce) as connections:
+    with writers(store_url, write_until_refused, options) as connections:
         while len(await rows_of(store_url, tables.entries)) < 10:
             pass
         assert await store.source.retire(["rollout-1"]) == {"removed": ["rollout-1"], "absent": []}
@@ -148,9 +158,9 @@ async def test_a_racing_retirement_leaves_no_row_behind(
 
 
 async def test_the_same_call_from_several_processes_is_stored_once_and_acknowledged_to_all(
-    store: CaptureStore, store_url: str, coalesce: str
+    store: CaptureStore, store_url: str, options: dict[str, str]
 ) -> None:
-    with writers(store_url, put_the_same, coalesce) as connections:
+    with writers(store_url, put_the_same, options) as connections:
         outcomes = [await asyncio.to_thread(connection.recv) for connection in connections]
     assert [outcome.stored for outcome in outcomes] == [["call-1"]] * PROCESSES
     snapshot = await store.source.freeze("rollout-1")
@@ -158,9 +168,9 @@ async def test_the_same_call_from_several_processes_is_stored_once_and_acknowled
 
 
 async def test_of_several_payloads_under_one_call_id_one_wins_and_each_other_is_kept_as_evidence(
-    store: CaptureStore, store_url: str, coalesce: str
+    store: CaptureStore, store_url: str, options: dict[str, str]
 ) -> None:
-    with writers(store_url, put_another_payload, coalesce) as connections:
+    with writers(store_url, put_another_payload, options) as connections:
         outcomes = [await asyncio.to_thread(connection.recv) for connection in connections]
     (winner,) = [name for outcome in outcomes for name in outcome.stored]
     snapshot = await store.source.freeze("rollout-1")

@@ -89,6 +89,7 @@ def test_attachments_come_back_as_they_were_given(staging: SqlStagingStore) -> N
     assert staging.fetch_attachments("r/call-1") == READ_BACK
 
 
+@pytest.mark.serializable
 async def test_the_same_call_again_is_a_success_and_one_row(staging: SqlStagingStore, store_url: str) -> None:
     call = stage("call-1", extras={"a": 1, "b": [2.5]}).snapshot
     reordered = stage("call-1", extras={"b": [2.5], "a": 1}).snapshot
@@ -221,6 +222,7 @@ def test_a_database_without_the_tables_is_an_error_and_no_failed_call(empty_post
         staging.stage(stage("call-1").snapshot)
 
 
+@pytest.mark.serializable
 @pytest.mark.parametrize("point", ["before commit", "after commit, before acknowledgement"])
 @pytest.mark.parametrize("error", [serialization_failure, connection_lost])
 async def test_a_call_whose_commit_failed_or_lost_its_answer_is_staged_once(
@@ -271,6 +273,7 @@ def test_keys_that_are_no_sequence_of_texts_are_the_callers_error(staging: SqlSt
                 call(keys)
 
 
+@pytest.mark.serializable
 def test_a_batch_of_any_size_is_read_and_deleted(
     staged: SqlStagingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +454,7 @@ async def test_deleted_calls_are_gone_with_their_attachments_and_their_keys_can_
     assert staged.stage(stage("x", weight_version=2).snapshot).ok
 
 
+@pytest.mark.serializable
 def test_a_deletion_whose_answer_was_lost_still_says_what_it_removed(
     staged: SqlStagingStore, faults: Points
 ) -> None:
@@ -501,6 +505,7 @@ def test_a_run_that_is_no_id_is_refused(staging: SqlStagingStore) -> None:
         staging.orphans("a/b")
 
 
+@pytest.mark.serializable
 async def test_a_fence_neither_hinders_staging_nor_removes_what_was_staged(store: CaptureStore) -> None:
     await store.source.freeze("r")
     assert store.staging.stage(stage("after-freeze").snapshot).ok

@@ -43,6 +43,7 @@ def stage_calls(staging: SqlStagingStore, barrier: threading.Barrier, thread: in
     return acknowledged
 
 
+@pytest.mark.serializable
 async def test_sixteen_threads_lose_and_duplicate_nothing(store_url: str) -> None:
     with SqlStagingStore(store_url) as staging, ThreadPoolExecutor(THREADS) as pool:
         barrier = threading.Barrier(THREADS)
@@ -63,6 +64,7 @@ async def test_sixteen_threads_lose_and_duplicate_nothing(store_url: str) -> Non
     assert len(await rows_of(store_url, tables.staged_attachments)) == total
 
 
+@pytest.mark.serializable
 @pytest.mark.parametrize("stores", [1, 2])
 async def test_of_two_conflicting_calls_at_once_exactly_one_is_staged(store_url: str, stores: int) -> None:
     opened = [SqlStagingStore(store_url) for _ in range(stores)]
@@ -86,6 +88,7 @@ async def test_of_two_conflicting_calls_at_once_exactly_one_is_staged(store_url:
         staging.close()
 
 
+@pytest.mark.serializable
 async def test_deleting_and_staging_the_same_call_at_once_leaves_it_whole_or_gone(store_url: str) -> None:
     with SqlStagingStore(store_url) as staging, ThreadPoolExecutor(4) as pool:
         call = stage("call-1").snapshot

@@ -199,6 +199,7 @@ async def test_a_conflict_costs_two_transactions_at_most(store_url: str, mode: s
         assert store.stats()["transactions"] - before == (1 if alone else 2)
 
 
+@pytest.mark.serializable
 async def test_writers_that_all_conflict_at_once_do_not_deadlock_and_each_leaves_its_evidence(
     store_url: str,
 ) -> None:

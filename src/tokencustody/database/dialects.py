@@ -27,9 +27,20 @@ Statement = TypeVar("Statement")
 
 # The option of a connection that says for how many seconds its transaction waits for a lock. Without it, it waits on.
 PATIENCE = "tokencustody_patience"
+# The option of a connection with the numbers of the advisory locks that its session took before the transaction began.
+# Without it, the transaction takes them itself.
+TURNS = "tokencustody_turns"
 # In seconds, for a transaction that many calls share. It passes rollouts over that are held, and waits only where
 # another writer of the same call has not committed yet.
 LANE_PATIENCE = 0.25
+
+
+class TurnMissingError(Exception):
+    """A transaction that shows one snapshot came upon an advisory lock that its session has to take before it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def built_once(build: Callable[[Connection], Statement]) -> Callable[[Connection], Statement]:
@@ -74,6 +85,13 @@ def locking(connection: Connection, row: Select[Any], *, exclusive: bool) -> Sel
     turn = select(cast(lock(number), Text).label("taken")).where(limit.c.text.is_not(None)).lateral("turn")
     locked = row.where(turn.c.taken.is_not(None)).with_for_update(read=not exclusive).lateral("locked")
     return select(*locked.c).select_from(limit.join(turn, true()).join(locked, true()))
+
+
+def ensure_turn(connection: Connection, number: int) -> None:
+    """Raise TurnMissingError where the session has to take this advisory lock before its transaction begins."""
+    taken = connection.get_execution_options().get(TURNS)
+    if taken is not None and number not in taken:
+        raise TurnMissingError(number)
 
 
 def patience(connection: Connection) -> str:

@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from tokencustody.database.coalescing import Gatherer
 from tokencustody.database.stats import none_counted
 from tokencustody.database.url import DatabaseUrl
+from tokencustody.states import Isolation
 
 Using = TypeVar("Using")
 Result = TypeVar("Result")
@@ -42,6 +43,7 @@ class EngineKey:
     pool_size: int
     deadline: float
     read_only: bool = False
+    isolation: Isolation = Isolation.READ_COMMITTED
 
 
 @dataclass(eq=False, slots=True)

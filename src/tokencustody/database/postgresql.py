@@ -25,7 +25,7 @@ from sqlalchemy.pool import NullPool
 from sqlalchemy.util import await_only
 
 from tokencustody.database.connecting import DURABLE_COMMIT, Driver, connect, not_durable
-from tokencustody.database.dialects import PATIENCE
+from tokencustody.database.dialects import PATIENCE, TURNS, TurnMissingError
 from tokencustody.database.engine import (
     DEFAULT_DEADLINE,
     LOGGING_NAME,
@@ -38,8 +38,10 @@ from tokencustody.database.engine import (
     forget_error,
 )
 from tokencustody.database.faults import Fault, classify, is_at_its_end, is_held, reach
+from tokencustody.database.turns import ensure_session, turns_of
 from tokencustody.database.url import DatabaseUrl
 from tokencustody.errors import DurabilityError
+from tokencustody.states import Isolation
 
 # Seconds after which a server that was found to sync its commits is asked again.
 _ASK_AGAIN = 5.0
@@ -65,6 +67,10 @@ class PostgresqlEngines(Engines):
         super().__init__()
         self._url = key.url
         self._deadline = key.deadline
+        self._is_serializable = key.isolation is Isolation.SERIALIZABLE
+        self._writes_at = "SERIALIZABLE" if self._is_serializable else "READ COMMITTED"
+        # One snapshot is all that a reader needs, and predicate locks of readers would abort writers.
+        self._reads_at = "SERIALIZABLE" if self._is_serializable else "REPEATABLE READ"
         self._connecting = _Connecting(self._connect)
         self._pool = _engine(
             key.url, self._connecting, pool_size=key.pool_size, max_overflow=0, pool_timeout=key.deadline
@@ -94,14 +100,19 @@ class PostgresqlEngines(Engines):
 
     async def _connect(self) -> Driver:
         driver = await connect(self._url, self._deadline, command_timeout=self._deadline)
+        if self._is_serializable:
+            try:
+                await ensure_session(self._url, driver)
+            except BaseException:
+                driver.terminate()
+                raise
         self._synced_at = time.monotonic()
         return driver
 
     async def read(self, work: Work[Result]) -> Result:
-        # One snapshot is all that a reader needs, and predicate locks of readers would abort writers.
         async with (
             self._beside_lanes,
-            self._connection("REPEATABLE READ", read_only=True) as (connection, _),
+            self._connection(self._reads_at, read_only=True) as (connection, _),
             connection.begin(),
         ):
             return await connection.run_sync(work)
@@ -116,15 +127,18 @@ class PostgresqlEngines(Engines):
             return await self._write(attempt, _ALL_PATIENCE)
 
     async def _write(self, attempt: Attempt[Connection, Result], patience: float) -> Result:
-        async with self._connection("READ COMMITTED") as (connection, driver):
+        async with self._connection(self._writes_at) as (connection, driver):
             await self._ask_for_fsync(driver)
             await connection.execution_options(**{PATIENCE: patience})
-            async with connection.begin():
-                result = await connection.run_sync(attempt)
-                await reach("before commit")
-                attempt.committing = True
-            driver.check_replicated()
-            return result
+            if not self._is_serializable:
+                return await _transact(connection, driver, attempt)
+            async with turns_of(driver, patience, self._deadline) as turns:
+                await connection.execution_options(**{TURNS: turns.numbers})
+                while True:
+                    try:
+                        return await _transact(connection, driver, attempt)
+                    except TurnMissingError as missing:
+                        await turns.take(missing.number)
 
     async def write_statement(self, attempt: Attempt[None, Statement]) -> Sequence[Any]:
         """Run one statement of the driver, a transaction by itself, in one round trip; return its rows.
@@ -199,6 +213,17 @@ class PostgresqlEngines(Engines):
     async def close_connections(self) -> None:
         await self._connecting.close()
         await self._pool.dispose()
+
+
+async def _transact(
+    connection: AsyncConnection, driver: Driver, attempt: Attempt[Connection, Result]
+) -> Result:
+    async with connection.begin():
+        result = await connection.run_sync(attempt)
+        await reach("before commit")
+        attempt.committing = True
+    driver.check_replicated()
+    return result
 
 
 class _Connecting:

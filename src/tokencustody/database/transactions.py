@@ -44,6 +44,7 @@ from tokencustody.errors import (
     StoreClosedError,
     TokenCaptureFrozenError,
 )
+from tokencustody.states import Isolation
 from tokencustody.waits import waiting
 
 Item = TypeVar("Item")
@@ -92,6 +93,7 @@ class Database:
         deadline: float = DEFAULT_DEADLINE,
         pool_size: int = DEFAULT_POOL_SIZE,
         coalesce: str = Coalesce.PROCESS,
+        isolation: str = Isolation.READ_COMMITTED,
         creates: bool = True,
         read_only: bool = False,
     ) -> None:
@@ -101,13 +103,15 @@ class Database:
             raise InvalidRecordError(f"deadline must be a positive number of seconds, not {deadline!r}")
         if coalesce not in list(Coalesce):
             raise InvalidRecordError(f"coalesce must be one of {', '.join(Coalesce)}, not {coalesce!r}")
+        if isolation not in list(Isolation):
+            raise InvalidRecordError(f"isolation must be one of {', '.join(Isolation)}, not {isolation!r}")
         self.url = url
         self._creates = creates and not read_only
         with _making:
             telemetry.publish()
             self._make_ready()
         self._coalesce = Coalesce(coalesce)
-        self._key = EngineKey(url, pool_size, deadline, read_only)
+        self._key = EngineKey(url, pool_size, deadline, read_only, Isolation(isolation))
         # The SQLite file that this store has used, in whatever loop or process.
         self._file: Hashable = None
         self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
@@ -206,7 +210,9 @@ class Database:
     @property
     def gathers(self) -> bool:
         """Whether calls share transactions, or at least statements: a distributed PostgreSQL takes plain ones only."""
-        return self._coalesce is not Coalesce.ROLLOUT or self.url.is_sqlite
+        if self.url.is_sqlite:
+            return True
+        return self._coalesce is not Coalesce.ROLLOUT and self._key.isolation is not Isolation.SERIALIZABLE
 
     def end_of_patience(self) -> float:
         """Return when, by the clock of the running loop, a call that begins now gives up."""

@@ -16,6 +16,7 @@ from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.spill.files import spill_root
 from tokencustody.spill.marks import Spill
 from tokencustody.spill.replaying import Replayer, write_after_marks
+from tokencustody.states import Isolation
 from tokencustody.txn.fence import RolloutKey
 
 DEFAULT_MAX_ENTRY_BYTES = 256 * 2**20
@@ -31,6 +32,7 @@ class Options(TypedDict):
     deadline: float
     pool_size: int
     coalesce: str
+    isolation: str
     spill: str | os.PathLike[str] | None
     max_entry_bytes: int
 
@@ -55,6 +57,7 @@ class DatabaseClient:
         deadline: float = DEFAULT_DEADLINE,
         pool_size: int = DEFAULT_POOL_SIZE,
         coalesce: str = Coalesce.PROCESS,
+        isolation: str = Isolation.READ_COMMITTED,
         spill: str | os.PathLike[str] | None = "",
         max_entry_bytes: int = DEFAULT_MAX_ENTRY_BYTES,
     ) -> None:
@@ -70,6 +73,7 @@ class DatabaseClient:
             deadline=deadline,
             pool_size=pool_size,
             coalesce=coalesce,
+            isolation=isolation,
             creates=self._creates,
             read_only=self._read_only,
         )

@@ -8,6 +8,7 @@ from typing import Self
 
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.database.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE
+from tokencustody.states import Isolation
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, Options
 from tokencustody.store.ledger import SqlLineageStore
 from tokencustody.store.sink import SqlTokenSink
@@ -28,6 +29,7 @@ class CaptureStore:
         deadline: float = DEFAULT_DEADLINE,
         pool_size: int = DEFAULT_POOL_SIZE,
         coalesce: str = Coalesce.PROCESS,
+        isolation: str = Isolation.READ_COMMITTED,
         spill: str | os.PathLike[str] | None = "",
         max_entry_bytes: int = DEFAULT_MAX_ENTRY_BYTES,
     ) -> None:
@@ -37,6 +39,7 @@ class CaptureStore:
             deadline=deadline,
             pool_size=pool_size,
             coalesce=coalesce,
+            isolation=isolation,
             spill=spill,
             max_entry_bytes=max_entry_bytes,
         )
@@ -79,6 +82,7 @@ def open_store(
     deadline: float = DEFAULT_DEADLINE,
     pool_size: int = DEFAULT_POOL_SIZE,
     coalesce: str = Coalesce.PROCESS,
+    isolation: str = Isolation.READ_COMMITTED,
     spill: str | os.PathLike[str] | None = "",
     max_entry_bytes: int = DEFAULT_MAX_ENTRY_BYTES,
 ) -> CaptureStore:
@@ -97,6 +101,10 @@ def open_store(
     - `coalesce`: which concurrent calls of one process may share a transaction: those of the whole "process", or none
       ("off"). With "rollout", for a PostgreSQL that is distributed by rollout, each has one of plain statements on its
       rollout alone; on SQLite that is as "process".
+    - `isolation`: at which level of PostgreSQL each transaction runs. At "read committed" the lock of the rollout makes
+      them serializable. With "serializable" the server itself says so of each, for which no calls are gathered, a
+      failure to serialize is tried again, and PostgreSQL 14 without a pooler is needed. Stores of both levels may share
+      a database. On SQLite every transaction is serializable anyway.
     - `spill`: the folder on this host where marks wait while they cannot be stored, None for none; unless given it is
       TOKENCUSTODY_SPILL, or `tokencustody/spill` in the XDG state folder.
     - `max_entry_bytes`: a call whose packed bytes, attachments included, are more is refused with EntryTooLargeError.
@@ -108,6 +116,7 @@ def open_store(
         deadline=deadline,
         pool_size=pool_size,
         coalesce=coalesce,
+        isolation=isolation,
         spill=spill,
         max_entry_bytes=max_entry_bytes,
     )

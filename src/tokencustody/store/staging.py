@@ -36,6 +36,7 @@ from tokencustody.ids import check_call_id, check_rollout_id
 from tokencustody.schema.tables import staged_attachments
 from tokencustody.staging.digest import hash_token_ids
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord, StageResult, staging_key
+from tokencustody.states import Isolation
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES, DatabaseClient, now
 from tokencustody.store.writing import write_call
 from tokencustody.txn.fence import RolloutKey, Stamp
@@ -72,6 +73,7 @@ class SqlStagingStore(DatabaseClient):
         deadline: float = DEFAULT_DEADLINE,
         pool_size: int = DEFAULT_POOL_SIZE,
         coalesce: str = Coalesce.PROCESS,
+        isolation: str = Isolation.READ_COMMITTED,
         spill: str | os.PathLike[str] | None = "",
         max_entry_bytes: int = DEFAULT_MAX_ENTRY_BYTES,
     ) -> None:
@@ -82,6 +84,7 @@ class SqlStagingStore(DatabaseClient):
             deadline=deadline,
             pool_size=pool_size,
             coalesce=coalesce,
+            isolation=isolation,
             spill=spill,
             max_entry_bytes=max_entry_bytes,
         )

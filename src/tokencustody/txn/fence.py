@@ -25,6 +25,7 @@ from sqlalchemy import (
 
 from tokencustody.database.dialects import (
     built_once,
+    ensure_turn,
     insert_if_absent,
     lock_number,
     locking,
@@ -118,7 +119,9 @@ _ADD_FAILURE = insert(failures)
 
 def find_fence_txn(connection: Connection, key: RolloutKey, *, exclusive: bool) -> Fence | None:
     """Lock and return the fence, or return None when the rollout has none."""
-    turn = key.named(lock_number=lock_number(key.lock_name), lock_timeout=patience(connection))
+    number = lock_number(key.lock_name)
+    ensure_turn(connection, number)
+    turn = key.named(lock_number=number, lock_timeout=patience(connection))
     row = connection.execute((_LOCKING if exclusive else _SHARING)(connection), turn).one_or_none()
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
 
