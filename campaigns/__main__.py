@@ -24,6 +24,7 @@ from campaigns import driver
 from campaigns.options import positive
 from campaigns.report import Campaign, Summary
 from campaigns.setups import SETUPS
+from tokencustody.states import Isolation
 
 _SETTINGS = "campaign.json"
 
@@ -73,6 +74,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=positive(int), default=4, metavar="N", help="processes; default: 4")
     parser.add_argument(
+        "--isolation",
+        type=_levels,
+        default=[Isolation.READ_COMMITTED],
+        metavar="A,B",
+        help=f"the levels at which workers open their stores, out of {', '.join(Isolation)}; default: read committed",
+    )
+    parser.add_argument(
         "--faults",
         metavar="A,B",
         help="out of those of the database (default: all; none: no faults): "
@@ -101,6 +109,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.check is not None and not (options.check / _SETTINGS).exists():
         parser.error(f"--check: {options.check} holds no history that was kept")
+    if options.database == "pgbouncer" and Isolation.SERIALIZABLE in options.isolation:
+        parser.error("--isolation: no store is serializable behind a pooler")
     known = driver.known_faults(options.database)
     if options.faults is None:
         options.faults = known
@@ -124,7 +134,15 @@ def _campaign(options: argparse.Namespace) -> Campaign:
         faults=options.faults,
         fault_every=options.fault_every,
         kill_every=options.kill_every,
+        isolation=options.isolation,
     )
+
+
+def _levels(text: str) -> list[str]:
+    levels = text.split(",")
+    if unknown := set(levels) - set(Isolation):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is none of {', '.join(Isolation)}")
+    return levels
 
 
 def _folder(keep: Path | None) -> Path:
@@ -167,7 +185,8 @@ def _as_options(campaign: Campaign) -> str:
     return (
         f"--database {campaign.database} --seed {campaign.seed} --operations {campaign.operations}{minutes} "
         f"--workers {campaign.workers} --faults {','.join(campaign.faults) or 'none'} "
-        f"--fault-every {campaign.fault_every} --kill-every {campaign.kill_every}"
+        f"--fault-every {campaign.fault_every} --kill-every {campaign.kill_every} "
+        f"--isolation '{','.join(campaign.isolation)}'"
     )
 
 

@@ -24,12 +24,14 @@ from campaigns.history import HistoryWriter, Operation, Outcome, read_history
 from campaigns.report import Campaign, Summary
 from campaigns.setups import SETUPS, Setup
 from tokencustody.spill.marks import spilled_files
+from tokencustody.states import Isolation
 from tokencustody.store.opening import open_store
 from tokencustody.txn.selection import RolloutFilter
 from tokencustody.verify import Rule, verify
 
 RUN = "campaign"
-POINTS = ("before commit", "after commit, before acknowledgement", "inside a coalesced batch")
+IN_A_BATCH = "inside a coalesced batch"
+POINTS = ("before commit", "after commit, before acknowledgement", IN_A_BATCH)
 # Faults that the driver brings about by itself, whatever the database.
 OWN_FAULTS = ("kill", "points")
 
@@ -45,7 +47,7 @@ _BROUGHT_ABOUT = {
     Rule.STAGED_LOST,
 }
 # A shared transaction of several calls is rarer than a commit.
-_RARITY = {"inside a coalesced batch": 16}
+_RARITY = {IN_A_BATCH: 16}
 _PATIENCE = 60.0
 _TICK = 0.02
 
@@ -171,8 +173,10 @@ class _Run:
         kill = None
         # Half of the workers die, and those have more tasks and one connection, so that calls gather.
         is_to_die = number % 2 == 0
+        isolation = self.campaign.isolation[number // 2 % len(self.campaign.isolation)]
+        gathers = isolation != Isolation.SERIALIZABLE or self.campaign.database == "sqlite"
         if is_to_die and "points" in self.campaign.faults:
-            point = next(self.points)
+            point = next(point for point in self.points if gathers or point != IN_A_BATCH)
             most = max(1, self.campaign.kill_every // _RARITY.get(point, 1))
             kill = (point, self.rng.randint(1, most))
         settings = worker.Settings(
@@ -184,6 +188,7 @@ class _Run:
             tasks=self.campaign.tasks * (2 if is_to_die else 1),
             deadline=self.campaign.deadline,
             pool_size=1 if is_to_die else 2,
+            isolation=isolation,
             kill=kill,
         )
         log = (self.folder / f"{name}.log").open("wb")

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from campaigns.checker import Violation
 from campaigns.history import Outcome
+from tokencustody.states import Isolation
 
 _MOST_SHOWN = 10
 
@@ -22,7 +23,8 @@ class Campaign:
     """What is to be done. The seed decides what the workers send and when and where faults strike.
 
     `fault_every` is the mean number of operations between two faults. `kill_every` bounds how often a worker reaches
-    the fault point at which it dies. `minutes` ends the campaign though operations are left.
+    the fault point at which it dies. `minutes` ends the campaign though operations are left. `isolation` are the levels
+    of the workers' stores, two workers at each in turn.
     """
 
     database: str
@@ -36,6 +38,7 @@ class Campaign:
     fault_every: int = 200
     kill_every: int = 400
     deadline: float = 4.0
+    isolation: Sequence[str] = (Isolation.READ_COMMITTED,)
 
 
 @dataclass

@@ -71,6 +71,7 @@ class Settings:
     tasks: int
     deadline: float
     pool_size: int
+    isolation: str
     kill: tuple[str, int] | None = None
 
 
@@ -326,6 +327,7 @@ async def _main(settings: Settings) -> None:
         run=settings.run,
         deadline=settings.deadline,
         pool_size=settings.pool_size,
+        isolation=settings.isolation,
         spill=spill_folder(folder),
     ) as store:
         with Board(folder / "board") as board:

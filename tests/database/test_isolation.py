@@ -181,8 +181,9 @@ async def test_a_freeze_sees_what_a_writer_of_another_level_committed_while_it_w
         open_store(postgres_url, coalesce="rollout", isolation=other) as store,
         open_store(postgres_url, pool_size=5, isolation=level) as trainer,
     ):
-        for opened in (store, trainer):
-            await opened.source.freeze("warm-up")
+        # A fence that opens meanwhile would be a row that the freeze cannot pass over.
+        await store.sink.put(make_entry())
+        await trainer.source.freeze("warm-up")
         before_commit, go_on = asyncio.Event(), asyncio.Event()
 
         async def hold() -> None:
@@ -191,7 +192,7 @@ async def test_a_freeze_sees_what_a_writer_of_another_level_committed_while_it_w
             await go_on.wait()
 
         faults["before commit"] = hold
-        putting = asyncio.create_task(store.sink.put(make_entry()))
+        putting = asyncio.create_task(store.sink.put(make_entry(model_call_id="call-2")))
         await before_commit.wait()
         freezing = asyncio.create_task(trainer.source.freeze("rollout-1"))
         watcher = await asyncpg.connect(postgres_url)
@@ -200,7 +201,7 @@ async def test_a_freeze_sees_what_a_writer_of_another_level_committed_while_it_w
         await watcher.close()
         go_on.set()
         await putting
-        assert [entry.model_call_id for entry in (await freezing).entries] == ["call-1"]
+        assert [entry.model_call_id for entry in (await freezing).entries] == ["call-1", "call-2"]
 
 
 async def test_a_serialization_failure_at_the_commit_is_tried_again_and_nothing_was_written(
