@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import machine
 from benchmarks.growth import Growth
 from benchmarks.ledger import Ledger
+from benchmarks.levels import Levels
 from benchmarks.memory import Memory
 from benchmarks.processes import Processes
 from benchmarks.profiling import Profile
@@ -60,6 +61,12 @@ def workloads(*, quick: bool) -> list[Workload]:
         Staging(rollouts=32 if quick else 96, rounds=rounds),
         Ledger(rounds=few),
         Growth(held=50_000 if quick else 1_000_000, rollouts=32 if quick else 64, rounds=rounds),
+        *(
+            Levels(
+                f"levels-{writers}", writers=writers, rollouts=few_rollouts if quick else many, rounds=rounds
+            )
+            for writers, few_rollouts, many in ((1, 8, 50), (16, 16, 64), (64, 64, 128))
+        ),
         Memory(calls=50 if quick else 200),
         Profile(rollouts=64),
     ]

@@ -99,6 +99,10 @@ FIGURES = {
     "manifest": "manifest, median [ms]",
     "empty_rate": "puts into an empty database [1/s]",
     "full_rate": "puts into a full database [1/s]",
+    "committed_rate": "puts at read committed [1/s]",
+    "alone_rate": "puts at read committed, each in plain statements [1/s]",
+    "serializable_rate": "puts, serializable [1/s]",
+    "serializable_share": "puts, serializable over read committed [x]",
 }
 
 

@@ -247,7 +247,8 @@ async def test_no_turn_outlasts_its_transaction(postgres_url: str) -> None:
 
 async def test_the_server_ends_a_session_that_fell_silent_with_its_turn(postgres_url: str) -> None:
     silent = await connect(parse_url(postgres_url), 10.0)
-    async with turns_of(silent, patience=0.0, deadline=0.2) as turns:
+    silent.longest_silence = 0.2
+    async with turns_of(silent, patience=0.0) as turns:
         await turns.take(7)
         other = await asyncpg.connect(postgres_url)
         await other.execute("SELECT pg_advisory_lock(7)", timeout=60)
@@ -258,9 +259,10 @@ async def test_the_server_ends_a_session_that_fell_silent_with_its_turn(postgres
 async def test_a_session_that_gave_its_turns_back_may_be_idle_again(postgres_url: str) -> None:
     driver = await connect(parse_url(postgres_url), 10.0)
     before = await driver.fetchval("SHOW idle_session_timeout")
-    async with turns_of(driver, patience=0.0, deadline=10.0) as turns:
+    driver.longest_silence = 8.0
+    async with turns_of(driver, patience=0.0) as turns:
         await turns.take(7)
-        assert await driver.fetchval("SHOW idle_session_timeout") == "10s"
+        assert await driver.fetchval("SHOW idle_session_timeout") == "8s"
     assert await driver.fetchval("SHOW idle_session_timeout") == before
     await driver.close()
 

@@ -1,9 +1,9 @@
 """PostgreSQL: one pool of asyncpg connections.
 
 Writes run at READ COMMITTED, where the lock of the fence, which each takes first and keeps until it commits, makes
-them serializable: whatever a write reads belongs to the rollout it has locked. SERIALIZABLE would add nothing but
-aborts: its predicate locks cover whole index pages, so that distinct rollouts collide, and its snapshot is older than
-a lock that was waited for.
+them serializable: whatever a write reads belongs to the rollout it has locked. SERIALIZABLE, for whoever asks for it,
+adds the word of the server and aborts: its predicate locks cover whole index pages, so that distinct rollouts collide.
+Its snapshot would be older than a lock that was waited for within the transaction: see `database.turns`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class PostgresqlEngines(Engines):
             await connection.execution_options(**{PATIENCE: patience})
             if not self._is_serializable:
                 return await _transact(connection, driver, attempt)
-            async with turns_of(driver, patience, self._deadline) as turns:
+            async with turns_of(driver, patience) as turns:
                 await connection.execution_options(**{TURNS: turns.numbers})
                 while True:
                     try:

@@ -26,15 +26,18 @@ _GIVE_BACK = "SELECT pg_advisory_unlock_all(); RESET idle_session_timeout"
 class Turns:
     """The advisory locks of one session, by their `numbers`."""
 
-    def __init__(self, driver: Driver, patience: float, deadline: float) -> None:
+    def __init__(self, driver: Driver, patience: float) -> None:
         self._driver = driver
         self._patience = patience
-        self._deadline = deadline
         self.numbers: set[int] = set()
+        # Whether the server was asked for any: it may have given one though its answer was lost.
+        self._asked = False
 
     async def take(self, number: int) -> None:
         """Take an advisory lock exclusively. Waits for it as long as the transaction waits for its locks."""
-        idle = f"{max(1, math.ceil(1000 * self._deadline))}ms"
+        self._asked = True
+        # By then this side has given the connection up, and waits for the lock on another one.
+        idle = f"{max(1, math.ceil(1000 * self._driver.longest_silence))}ms"
         # A server that is there answers this at once, however long the lock is held.
         is_taken = await self._driver.fetchval(_TAKE, number, idle, timeout=self._driver.patience())
         self._driver.rested_since = None
@@ -44,7 +47,7 @@ class Turns:
 
     async def give_back(self) -> None:
         """Let go of all locks. Where the server does not answer, they end with the session, which is ended."""
-        if self._driver.is_closed():
+        if not self._asked or self._driver.is_closed():
             return
         try:
             await self._driver.execute(_GIVE_BACK, timeout=self._driver.longest_silence)
@@ -69,9 +72,9 @@ async def ensure_session(url: DatabaseUrl, driver: Driver) -> None:
 
 
 @asynccontextmanager
-async def turns_of(driver: Driver, patience: float, deadline: float) -> AsyncIterator[Turns]:
-    """Yield the turns of a session; whatever it took, or may have taken, is given back. Times are in seconds."""
-    turns = Turns(driver, patience, deadline)
+async def turns_of(driver: Driver, patience: float) -> AsyncIterator[Turns]:
+    """Yield the turns of a session; whatever it took, or may have taken, is given back. `patience` is in seconds."""
+    turns = Turns(driver, patience)
     try:
         yield turns
     finally:
