@@ -17,9 +17,13 @@ from tokencustody.database.connecting import Driver
 from tokencustody.database.registry import open_engines
 from tokencustody.errors import StoreUnavailableError
 from tokencustody.schema import tables
+from tokencustody.states import Isolation
 
 DEADLINE = 3.0
-EACH_METHOD = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+# At the other level, those that then go another way.
+CUT = [(name, Isolation.READ_COMMITTED) for name in METHODS] + [
+    (name, Isolation.SERIALIZABLE) for name, method in METHODS.items() if method.request is Request.STATEMENT
+]
 
 
 async def versions_of(url: str, rollout: str) -> list[int]:
@@ -31,14 +35,16 @@ def counted(store: CaptureStore, name: str) -> int:
     return store.stats()[name]
 
 
-@EACH_METHOD
+@pytest.mark.parametrize(("name", "isolation"), CUT)
 async def test_a_call_whose_connection_is_cut_around_its_commit_happens_exactly_once(
-    postgres_url: str, relay: ChaosRelay, method: Method
+    postgres_url: str, relay: ChaosRelay, name: str, isolation: Isolation
 ) -> None:
-    async with open_store(relay.url(postgres_url)) as store:
+    method = METHODS[name]
+    request = Request.COMMIT if isolation is Isolation.SERIALIZABLE else method.request
+    async with open_store(relay.url(postgres_url), isolation=isolation) as store:
         for cut in Cut:
             # A new connection begins with statements of its own, which would be cut too.
-            for times in (1, 3) if method.request is Request.COMMIT and cut is not Cut.AFTERWARDS else (1,):
+            for times in (1, 3) if request is Request.COMMIT and cut is not Cut.AFTERWARDS else (1,):
                 rollout = f"{cut.name.lower()}-{times}"
                 await method.prepare(store, rollout)
                 before = await versions_of(postgres_url, rollout)
@@ -48,7 +54,7 @@ async def test_a_call_whose_connection_is_cut_around_its_commit_happens_exactly_
                 )
                 cuts = relay.counts["cuts"]
                 for _ in range(times):
-                    relay.cut_next(cut, method.request)
+                    relay.cut_next(cut, request)
                 answer = await method.run(store, rollout)
                 assert relay.counts["cuts"] == cuts + times, rollout
                 assert right_answer(method, rollout, answer), (rollout, answer)
