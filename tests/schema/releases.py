@@ -59,7 +59,7 @@ REVISIONS = (
 )
 KNOWN = f"""
 REVISIONS = (*REVISIONS, "{BEFORE}", "{AFTER}")
-HEAD, OLDEST = "{AFTER}", "{BEFORE}"
+HEAD, OLDEST = "{AFTER}", "{{oldest}}"
 WIRE_SCHEMAS[TABLES] = 9002
 """
 TABLES = """
@@ -69,14 +69,14 @@ Index("ix_fences_origin", fences.c.run, fences.c.origin)
 """
 
 
-def make_next(folder: Path) -> Path:
-    """Make the next release in `folder`, and return from where it is imported."""
+def make_next(folder: Path, oldest: str = BEFORE) -> Path:
+    """Make the next release in `folder`, which works with `oldest` and later; return from where it is imported."""
     package = folder / "tokencustody"
     shutil.copytree(THIS / "tokencustody", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name, older, upgrade, downgrade in REVISIONS:
         text = REVISION.format(what=name, name=name, older=older, upgrade=upgrade, downgrade=downgrade)
         (package / "schema" / "migrations" / "versions" / f"{name}.py").write_text(text)
-    for module, added in (("revisions", KNOWN), ("tables", TABLES)):
+    for module, added in (("revisions", KNOWN.format(oldest=oldest)), ("tables", TABLES)):
         with (package / "schema" / f"{module}.py").open("a") as file:
             file.write(added)
     return folder

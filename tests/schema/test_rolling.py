@@ -15,7 +15,7 @@ from tests.support import probes
 from tests.support.postgres import Server
 from tokencustody import open_store
 from tokencustody.database.url import parse_url
-from tokencustody.errors import SchemaMismatchError
+from tokencustody.errors import SchemaMismatchError, StoreUnavailableError
 from tokencustody.roles.granting import grant
 from tokencustody.schema import migrate
 from tokencustody.schema.revisions import OLDEST, TABLES
@@ -129,6 +129,22 @@ def test_an_upgrade_before_that_would_shut_older_workers_out_changes_nothing(emp
     with pytest.raises(SchemaMismatchError, match="--after comes when workers of this release run"):
         migrate.upgrade(empty_url, part="after")
     assert migrate.current(empty_url) == "0004_audit"
+
+
+def test_an_upgrade_before_that_leaps_over_what_shuts_older_workers_out_changes_nothing(
+    empty_url: str, tmp_path: Path
+) -> None:
+    migrate.upgrade(empty_url)
+    refused = run(make_next(tmp_path / "next", oldest=AFTER), "db", "upgrade", "--before", "--url", empty_url)
+    assert f"libraries that work with {migrate.HEAD} do not: end their workers" in refused.stderr
+    assert (refused.returncode, migrate.current(empty_url)) == (1, migrate.HEAD)
+    assert migrate.check(empty_url) == []
+
+
+def test_an_upgrade_after_of_a_file_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailableError, match="does not exist"):
+        migrate.upgrade(tmp_path / "missing.db", part="after")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("part", ["before", "after"])

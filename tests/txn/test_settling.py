@@ -183,6 +183,19 @@ async def test_a_staged_call_opens_no_fence_and_makes_one_version_behind_a_freez
 
 
 @pytest.mark.parametrize("make", UNFENCED.values(), ids=UNFENCED)
+async def test_a_late_staged_call_that_was_deleted_before_it_is_tried_again_makes_no_second_version(
+    store: CaptureStore, store_url: str, make: Make
+) -> None:
+    await close(store, Settled.FROZEN)
+    late = make()
+    for _ in range(2):
+        assert await settle(store, late) is Settled.STORED
+        await run_sql(store_url, "DELETE FROM staged_attachments")
+        await run_sql(store_url, "DELETE FROM staged_calls")
+    assert await events(store_url) == [(0, "open"), (1, "freeze"), (2, "late_stage")]
+
+
+@pytest.mark.parametrize("make", UNFENCED.values(), ids=UNFENCED)
 async def test_a_staged_call_is_stored_behind_a_retirement_too(store: CaptureStore, make: Make) -> None:
     await close(store, Settled.RETIRED)
     assert await settle(store, make()) is Settled.STORED

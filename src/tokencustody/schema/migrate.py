@@ -73,6 +73,8 @@ def upgrade(
     """
     _check_known(revision)
     target = _parsed(url)
+    if part == "after" and _is_missing(target):
+        raise StoreUnavailableError(missing(target))
 
     def run(command: Any, config: Config, found: Stored) -> None:
         if part is None:

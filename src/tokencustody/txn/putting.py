@@ -51,7 +51,7 @@ class Put(Call):
     def row_txn(self, connection: Connection) -> dict[str, Any]:
         # Now no parent can be replaced any more.
         key, parent = self.new.rollout, self.entry.parent_call_id
-        if self.base is None or parent is None:
+        if self.base is None or not self.base.ids or parent is None:
             return self.new.row
         if not self.base.is_delta:
             held = connection.scalar(_BASE, key.named(parent))

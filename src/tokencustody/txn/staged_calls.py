@@ -38,7 +38,7 @@ from tokencustody.schema.tables import (
 )
 from tokencustody.staging.records import StagedCallRecord, staging_key
 from tokencustody.states import FenceState, VersionEvent
-from tokencustody.txn.fence import Fence, RolloutKey, Stamp, advance_txn, of_call
+from tokencustody.txn.fence import Fence, RolloutKey, Stamp, advance_txn, happened_txn, of_call
 from tokencustody.txn.kinds import STAGED_CALLS, Kind, NewCall
 from tokencustody.txn.settling import Call
 
@@ -85,7 +85,9 @@ class StagedCall(Call):
             # Not random, as that of others is: to draw one lets go of the interpreter's lock, and few are needed.
             written = f"{call_id} {new.stamp.at.isoformat()} {new.stamp.by}"
             stamp = replace(new.stamp, event_id=hashlib.sha256(written.encode()).hexdigest()[:32])
-            advance_txn(connection, new.rollout, fence, event, stamp, model_call_id=call_id)
+            # An earlier try of it may have been deleted since, and its version stays.
+            if not happened_txn(connection, new.rollout, stamp):
+                advance_txn(connection, new.rollout, fence, event, stamp, model_call_id=call_id)
 
     def is_same(self, held: Row[Any]) -> bool:
         return False  # what it was staged with stands in rows of their own
