@@ -475,7 +475,7 @@ async def held_fence(url: str, rollout_id: str) -> AsyncIterator[None]:
     key, stamp = RolloutKey("default", rollout_id), Stamp.make(now(), "somebody else")
 
     def freeze(connection: Connection) -> None:
-        fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+        fence = lock_fence_txn(connection, key, stamp)
         advance_txn(
             connection,
             key,

@@ -16,7 +16,7 @@ async def refuse_with_another_code(store: CaptureStore, rollout: str, call: str)
     stamp = Stamp.make(now(), store.sink.written_by)
 
     def conflict(connection: Connection) -> None:
-        fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+        fence = lock_fence_txn(connection, key, stamp)
         kind = FailureKind.REFUSAL_CONFLICT
         fail_txn(
             connection, key, fence, VersionEvent.CONFLICT, kind, stamp, model_call_id=call, differing="code"

@@ -219,7 +219,7 @@ class _Target(SqlStore):
         """Add what is missing, and return what was decided now that nobody else writes. Raises _RefusedError."""
 
         def work(connection: Connection) -> Decision:
-            find_fence_txn(connection, key, exclusive=True)
+            find_fence_txn(connection, key)
             decision = decide(source, image_txn(connection, key))
             if decision.outcome is Outcome.CONFLICT:
                 raise _RefusedError(decision)

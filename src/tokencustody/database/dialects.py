@@ -69,8 +69,8 @@ def _insert_if_absent(for_postgresql: bool, table: Table) -> postgresql.Insert |
     return sqlite.insert(table).on_conflict_do_nothing()
 
 
-def locking(connection: Connection, row: Select[Any], *, exclusive: bool) -> Select[Any]:
-    """Return a query for the one row that `row` selects, which locks it until the transaction ends.
+def locking(connection: Connection, row: Select[Any]) -> Select[Any]:
+    """Return a query for the one row that `row` selects, which locks it exclusively until the transaction ends.
 
     On PostgreSQL it first takes its turn by the advisory lock whose number is the parameter `lock_number`: row locks
     have no queue, so that a share lock would overtake the freeze that waits for those before it. SQLite has one writer
@@ -78,12 +78,15 @@ def locking(connection: Connection, row: Select[Any], *, exclusive: bool) -> Sel
     """
     if not is_postgresql(connection):
         return row
-    lock = func.pg_advisory_xact_lock if exclusive else func.pg_advisory_xact_lock_shared
     number = bindparam("lock_number", type_=BigInteger())
     limit = select(_limit(bindparam("lock_timeout", type_=Text())).label("text")).subquery("patience")
     # Reading from what comes first makes the next wait for it.
-    turn = select(cast(lock(number), Text).label("taken")).where(limit.c.text.is_not(None)).lateral("turn")
-    locked = row.where(turn.c.taken.is_not(None)).with_for_update(read=not exclusive).lateral("locked")
+    turn = (
+        select(cast(func.pg_advisory_xact_lock(number), Text).label("taken"))
+        .where(limit.c.text.is_not(None))
+        .lateral("turn")
+    )
+    locked = row.where(turn.c.taken.is_not(None)).with_for_update().lateral("locked")
     return select(*locked.c).select_from(limit.join(turn, true()).join(locked, true()))
 
 

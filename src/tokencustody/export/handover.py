@@ -144,7 +144,7 @@ class ExportMarks(SqlStore):
         }
 
         def hand_over(connection: Connection) -> WhyKept | None:
-            fence = find_fence_txn(connection, key, exclusive=True)
+            fence = find_fence_txn(connection, key)
             if fence is None:
                 return WhyKept.DELETED
             if fence.snapshot_id != rollout.snapshot_id:

@@ -34,7 +34,7 @@ class Verdict:
 
     def lock_txn(self, connection: Connection) -> bool:
         """Lock the fence, and return whether this import opened it. Everything else comes after."""
-        self._fence = lock_fence_txn(connection, self._key, self._stamp, exclusive=True)
+        self._fence = lock_fence_txn(connection, self._key, self._stamp)
         self._late: LateRows | None = None
         if self._fence.state is FenceState.FROZEN:
             self._late = LateRows(connection, self._key, self._fence, self._next_stamp())

@@ -227,7 +227,7 @@ class Retention(SqlStore):
 
         def attempt(connection: Connection) -> Settled:
             nonlocal rows
-            fence = find_fence_txn(connection, key, exclusive=True)
+            fence = find_fence_txn(connection, key)
             if fence is None:
                 return Settled(key)
             if fence.state is FenceState.RETIRED:
@@ -246,7 +246,7 @@ class Retention(SqlStore):
 
         def attempt(connection: Connection) -> Settled:
             nonlocal done
-            if find_fence_txn(connection, key, exclusive=True) is None:
+            if find_fence_txn(connection, key) is None:
                 return done  # by an earlier try whose answer was lost, or by somebody else
             if left := _change_txn(connection, key, wanted, listed):
                 return Settled(key, left=left)
@@ -259,7 +259,7 @@ class Retention(SqlStore):
         gone: set[str] = set()
 
         def attempt(connection: Connection) -> Settled:
-            find_fence_txn(connection, key, exclusive=True)
+            find_fence_txn(connection, key)
             calls = disposable_txn(connection, key, before, named, lock=True)
             dispose_txn(connection, key, calls)
             # Added up: a repeat after a commit whose answer was lost finds nothing left to remove.

@@ -187,7 +187,7 @@ def mark(
 
     def settle(connection: Connection) -> bool | None:
         # That it is the same database, --of only says.
-        if kept.folder != own.folder and find_fence_txn(connection, key, exclusive=True) is None:
+        if kept.folder != own.folder and find_fence_txn(connection, key) is None:
             return None
         return made.settle_txn(connection)
 

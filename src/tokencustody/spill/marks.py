@@ -80,7 +80,7 @@ class Mark:
 
     def store_txn(self, connection: Connection) -> None:
         """Mark the rollout, unless this very mark is there. Raises TokenCaptureRetiredError."""
-        fence = lock_fence_txn(connection, self.key, self.stamp, exclusive=True)
+        fence = lock_fence_txn(connection, self.key, self.stamp)
         if happened_txn(connection, self.key, self.stamp):
             return
         refuse_if_retired(fence, self.key, f"the mark for call {self.model_call_id or '(unnamed)'}")

@@ -175,7 +175,7 @@ def _add_rows_txn(
 ) -> bool:
     """Add those of the rows that are not there, and return whether the rollout takes any: a retired one does not."""
     # Exclusive, because commit order is a position that is counted per rollout.
-    fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+    fence = lock_fence_txn(connection, key, stamp)
     if fence.state is FenceState.RETIRED:
         return False
     late = LateRows(connection, key, fence, stamp) if fence.state is FenceState.FROZEN else None

@@ -66,7 +66,7 @@ class RolloutRemover(SqlStore):
         """
 
         def retire_one(connection: Connection, key: RolloutKey, stamp: Stamp) -> bool:
-            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+            fence = lock_fence_txn(connection, key, stamp)
             return fence.state is not FenceState.RETIRED and retire_txn(connection, key, fence, stamp) > 0
 
         return await self._for_each(rollout_ids, retire_one)
@@ -78,7 +78,7 @@ class RolloutRemover(SqlStore):
         """
 
         def delete_one(connection: Connection, key: RolloutKey, _stamp: Stamp) -> bool:
-            fence = find_fence_txn(connection, key, exclusive=True)
+            fence = find_fence_txn(connection, key)
             return fence is not None and delete_txn(connection, key) > 0
 
         return await self._for_each(rollout_ids, delete_one)

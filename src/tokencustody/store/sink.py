@@ -112,7 +112,7 @@ class SqlTokenSink(SqlStore):
         stamp = Stamp.make(now(), self.written_by)
 
         def refuse(connection: Connection) -> None:
-            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+            fence = lock_fence_txn(connection, key, stamp)
             if happened_txn(connection, key, stamp):
                 return  # the try before stored it; the row may be gone since, with its rollout
             refuse_if_frozen(fence, key, f"the refusal of call {model_call_id}")

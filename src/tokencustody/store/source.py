@@ -63,7 +63,7 @@ class SqlTokenSource(RolloutRemover):
         minted_id = uuid4().hex
 
         def raise_fence(connection: Connection) -> _Frozen:
-            fence = lock_fence_txn(connection, key, stamp, exclusive=True)
+            fence = lock_fence_txn(connection, key, stamp)
             refuse_if_retired(fence, key, "the freeze")
             snapshot_id = fence.snapshot_id or minted_id
             calls = list(all_calls_txn(connection, key))
@@ -120,7 +120,7 @@ class SqlTokenSource(RolloutRemover):
         stamp = Stamp.make(now(), self.written_by)
 
         def retire_snapshot(connection: Connection) -> bool:
-            fence = find_fence_txn(connection, key, exclusive=True)
+            fence = find_fence_txn(connection, key)
             return drop_txn(connection, key, fence, snapshot_id, version, stamp)
 
         return await self._write_after_marks(key, retire_snapshot)

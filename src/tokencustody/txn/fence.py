@@ -1,8 +1,8 @@
 """The fence of a rollout: one row that every write locks, and the versions it goes through.
 
-Writers of calls lock the row in share mode and never change it, so they do not queue behind each other; whatever
-changes the rollout's verdict locks it exclusively. On SQLite, where writes are one at a time, the transaction is the
-lock.
+PostgreSQL's fast statement (`txn.inserting`) locks the row in share mode and never changes it, so that calls which go
+that way do not queue behind each other; everything else locks it exclusively, by the functions here. On SQLite, where
+writes are one at a time, the transaction is the lock.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ class Fence:
 _FENCE = select(fences.c.state, fences.c.version, fences.c.snapshot_id, fences.c.incomplete).where(
     of_rollout(fences)
 )
-_LOCKING = built_once(lambda connection: locking(connection, _FENCE, exclusive=True))
-_SHARING = built_once(lambda connection: locking(connection, _FENCE, exclusive=False))
+_LOCKING = built_once(lambda connection: locking(connection, _FENCE))
 _HAPPENED = select(snapshot_versions.c.version).where(
     of_rollout(snapshot_versions), snapshot_versions.c.event_id == bindparam("event_id")
 )
@@ -117,19 +116,19 @@ _ADD_VERSION = insert(snapshot_versions)
 _ADD_FAILURE = insert(failures)
 
 
-def find_fence_txn(connection: Connection, key: RolloutKey, *, exclusive: bool) -> Fence | None:
-    """Lock and return the fence, or return None when the rollout has none."""
+def find_fence_txn(connection: Connection, key: RolloutKey) -> Fence | None:
+    """Lock exclusively and return the fence, or return None when the rollout has none."""
     number = lock_number(key.lock_name)
     ensure_turn(connection, number)
     turn = key.named(lock_number=number, lock_timeout=patience(connection))
-    row = connection.execute((_LOCKING if exclusive else _SHARING)(connection), turn).one_or_none()
+    row = connection.execute(_LOCKING(connection), turn).one_or_none()
     return None if row is None else Fence(FenceState(row.state), row.version, row.snapshot_id, row.incomplete)
 
 
-def lock_fence_txn(connection: Connection, key: RolloutKey, stamp: Stamp, *, exclusive: bool) -> Fence:
-    """Lock and return the fence, opened at version 0 when the rollout has none."""
+def lock_fence_txn(connection: Connection, key: RolloutKey, stamp: Stamp) -> Fence:
+    """Lock exclusively and return the fence, opened at version 0 when the rollout has none."""
     while True:
-        fence = find_fence_txn(connection, key, exclusive=exclusive)
+        fence = find_fence_txn(connection, key)
         if fence is not None:
             return fence
         opened = connection.execute(

@@ -1,7 +1,8 @@
 """Settling one call by plain statements on its rollout alone, whatever stands in its way.
 
-It is the way of each call that the fast statement of `txn.inserting` did not store, and of all calls of a PostgreSQL
-that is distributed by rollout.
+It is the way of each call that the fast statement of `txn.inserting` did not store or cannot (one that leans on a
+delta, has attachments, or meets another write of its rollout), and of all calls of a PostgreSQL that is distributed by
+rollout or asked for serializable transactions.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def settle_txn(connection: Connection, call: Call) -> Settled | Differing:
     new, kind = call.new, call.kind
     # Exclusively from the start: to upgrade a shared lock would deadlock two conflicting writers.
     if kind.is_fenced:
-        fence: Fence | None = lock_fence_txn(connection, new.rollout, new.stamp, exclusive=True)
+        fence: Fence | None = lock_fence_txn(connection, new.rollout, new.stamp)
     else:
-        fence = find_fence_txn(connection, new.rollout, exclusive=True)
+        fence = find_fence_txn(connection, new.rollout)
     refused = _refusal(fence) if kind.is_fenced else None
     held: Row[Any] | None = None
     # Again where it was removed between the two statements, as it can be without a fence.
