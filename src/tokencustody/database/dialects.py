@@ -144,3 +144,9 @@ def looked_up(
 def is_postgresql(connection: Connection) -> bool:
     """Return whether the connection is one to PostgreSQL; it is one to SQLite otherwise."""
     return connection.dialect.name == "postgresql"
+
+
+def summed(column: Any) -> ColumnElement[int]:
+    """Return the sum of a column, 0 of no rows."""
+    # PostgreSQL's sum of bigint is a numeric.
+    return func.coalesce(func.sum(column), 0).cast(BigInteger)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, Select, and_, case, func, select
+from sqlalchemy import Connection, Select, and_, case, func, select
 
-from tokencustody.database.dialects import is_postgresql
+from tokencustody.database.dialects import is_postgresql, summed
 from tokencustody.database.transactions import Database
 from tokencustody.schema.tables import (
     entries,
@@ -54,35 +54,30 @@ class RunSummary:
     last_activity: datetime | None = None
 
 
-def _sum(column: Any) -> Any:
-    # PostgreSQL's sum of bigint is a numeric.
-    return func.coalesce(func.sum(column), 0).cast(BigInteger)
-
-
 def _per_run(table: Any, *figures: Any) -> Select[Any]:
     return select(table.c.run, *figures).group_by(table.c.run)
 
 
 def _statements(run: str | None) -> list[Select[Any]]:
     """Return one statement for each table, whose columns are named after the fields of `RunSummary`."""
-    states = [_sum(case((fences.c.state == state, 1), else_=0)).label(state) for state in FenceState]
+    states = [summed(case((fences.c.state == state, 1), else_=0)).label(state) for state in FenceState]
     staged = staged_calls.c
     return [
         _per_run(
             fences,
             func.count().label("rollouts"),
             *states,
-            _sum(case((fences.c.incomplete, 1), else_=0)).label("incomplete"),
-            _sum(case((IS_EXPORTED, 1), else_=0)).label("exported"),
-            _sum(case((IS_PARTLY_EXPORTED, 1), else_=0)).label("partly_exported"),
+            summed(case((fences.c.incomplete, 1), else_=0)).label("incomplete"),
+            summed(case((IS_EXPORTED, 1), else_=0)).label("exported"),
+            summed(case((IS_PARTLY_EXPORTED, 1), else_=0)).label("partly_exported"),
             func.min(fences.c.opened_at).label("first_opened"),
         ),
         _per_run(
             entries,
             func.count().label("calls"),
-            _sum(entries.c.prompt_len).label("prompt_tokens"),
-            _sum(entries.c.generation_len).label("generated_tokens"),
-            _sum(func.length(entries.c.payload)).label("stored_bytes"),
+            summed(entries.c.prompt_len).label("prompt_tokens"),
+            summed(entries.c.generation_len).label("generated_tokens"),
+            summed(func.length(entries.c.payload)).label("stored_bytes"),
             func.max(entries.c.committed_at).label("last_activity"),
         ),
         _per_run(
@@ -94,12 +89,12 @@ def _statements(run: str | None) -> list[Select[Any]]:
         _per_run(
             staged_calls,
             func.count().label("staged_calls"),
-            _sum(func.length(staged.payload) + func.coalesce(func.length(staged.extras), 0)).label(
+            summed(func.length(staged.payload) + func.coalesce(func.length(staged.extras), 0)).label(
                 "stored_bytes"
             ),
             func.max(staged.staged_at).label("last_activity"),
         ),
-        _per_run(staged_attachments, _sum(func.length(staged_attachments.c.data)).label("stored_bytes")),
+        _per_run(staged_attachments, summed(func.length(staged_attachments.c.data)).label("stored_bytes")),
         _per_run(orphaned(run).subquery("orphaned"), func.count().label("orphans")),
     ]
 

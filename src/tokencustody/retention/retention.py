@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import (
-    BigInteger,
     ColumnElement,
     Connection,
     Row,
@@ -29,6 +28,7 @@ from sqlalchemy import (
     tuple_,
 )
 
+from tokencustody.database.dialects import summed
 from tokencustody.database.engine import DEFAULT_DEADLINE
 from tokencustody.errors import DamagedMarkError
 from tokencustody.ids import check_rollout_id
@@ -126,10 +126,10 @@ class Retention(SqlStore):
         matching = select_fences(wanted).subquery("matching")
         figures = {str(state): matching.c.state == state for state in FenceState}
         figures |= {"rollouts": true(), "incomplete": matching.c.incomplete}
-        counts = [_sum(case((meant, 1), else_=0)).label(name) for name, meant in figures.items()]
+        counts = [summed(case((meant, 1), else_=0)).label(name) for name, meant in figures.items()]
         of_fences = select(matching.c.run, *counts).group_by(matching.c.run)
         of_calls = (
-            select(func.count(), _sum(func.length(entries.c.payload)))
+            select(func.count(), summed(func.length(entries.c.payload)))
             .select_from(entries)
             .join(matching, _same_rollout(entries.c, matching.c))
         )
@@ -357,8 +357,3 @@ def _named_elsewhere_txn(connection: Connection, rollouts: Sequence[RolloutKey])
 
 def _same_rollout(one: Any, other: Any) -> ColumnElement[bool]:
     return and_(one.run == other.run, one.rollout_id == other.rollout_id)
-
-
-def _sum(column: Any) -> Any:
-    # PostgreSQL's sum of bigint is a numeric.
-    return func.coalesce(func.sum(column), 0).cast(BigInteger)

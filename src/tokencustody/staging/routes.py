@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from tokencustody.records import shown
 
-ROUTED_EXPERTS_ENVELOPE_VERSION = 1
 ROUTED_EXPERTS_MAGIC = "nrlre1"
 MISSING_ROUTE_SENTINEL = -1
 

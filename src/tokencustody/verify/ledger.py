@@ -23,7 +23,7 @@ SHARED_COLUMNS = tuple(name for name in CALL_COLUMNS if name != "rollout_id")
 _RESTORE = "restore the row from a backup"
 
 
-def staged_under(key: RolloutKey, row: Any) -> tuple[str, str]:
+def staged_under(row: Any) -> tuple[str, str]:
     """Return the rollout and the call under which a ledger row says that its tokens are staged."""
     # A rollout id has no slash, a call id may.
     rollout_id, _, model_call_id = row.staging_key.partition("/")
@@ -66,7 +66,7 @@ def check_ledger(
             say(Rule.LEDGER_ROW, call_id, f"{problem}; {_RESTORE}")
         if row.parent_call_id is not None and row.parent_call_id not in malformed:
             _check_parent(row, by_id.get(row.parent_call_id), failed_at, chain, chains, say)
-        tokens = staged(staged_under(key, row))
+        tokens = staged(staged_under(row))
         if tokens is not None:
             differing = [name for name in SHARED_COLUMNS if getattr(tokens, name) != getattr(row, name)]
             if differing:

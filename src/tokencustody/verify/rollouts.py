@@ -84,7 +84,7 @@ def _read_txn(connection: Connection, key: RolloutKey) -> tuple[Rows, _Elsewhere
     elsewhere: _Elsewhere = {}
     for row in rows[ledger_calls]:
         if isinstance(row.staging_key, str) and is_utf8(row.staging_key):
-            rollout_id, call_id = staged_under(key, row)
+            rollout_id, call_id = staged_under(row)
             if rollout_id != key.rollout_id:
                 other = RolloutKey(key.run, rollout_id).named(call_id)
                 elsewhere[rollout_id, call_id] = connection.execute(_STAGED, other).one_or_none()

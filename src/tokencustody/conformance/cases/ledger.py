@@ -16,8 +16,6 @@ from tokencustody.conformance.fixtures import StagedTurn, message, staged_turn
 from tokencustody.conformance.registry import check
 from tokencustody.staging.records import CallRecord, CaptureLedgerCommit, RolloutManifest
 
-OTHER_DIGEST = "0" * 64
-
 
 @check("ledger")
 async def record_then_manifest(case: Case) -> None:

@@ -31,8 +31,8 @@ async def ledger_retirement(case: Case) -> None:
     result = await ledger.retire([unknown, failed, frozen, opened])
     expect_removal(result, removed=[failed, frozen, opened], absent=[unknown])
     for rollout in (opened, frozen, failed, unknown):
-        await expect_retired_ledger(case, ledger, rollout)
-        await expect_retired_ledger(case, case.ledger(), rollout)
+        await expect_retired_ledger(ledger, rollout)
+        await expect_retired_ledger(case.ledger(), rollout)
 
 
 @check("ledger", "ledger_retire")
@@ -49,7 +49,7 @@ async def ledger_repeated_retirement(case: Case) -> None:
     again = await case.ledger().retire([first, second, unknown])
     expect_removal(again, removed=[], absent=[first, second, unknown])
     expect_removal(await ledger.retire([]), removed=[], absent=[])
-    await expect_retired_ledger(case, ledger, first)
+    await expect_retired_ledger(ledger, first)
 
 
 @check("ledger", "ledger_delete")
@@ -106,7 +106,7 @@ async def source_fences_the_ledger(case: Case) -> None:
     expect_removal(await source.retire([unknown, retired]), removed=[retired], absent=[unknown])
     expect_removal(await source.delete([deleted, unknown]), removed=[deleted], absent=[unknown])
     for rollout in (dropped, retired):
-        await expect_retired_ledger(case, case.ledger(), rollout)
+        await expect_retired_ledger(case.ledger(), rollout)
     expect_removal(await source.delete([retired]), removed=[], absent=[retired])
     for rollout in (deleted, retired, unknown):
         expect(await case.ledger().has_rows(rollout) is False, "a deleted rollout has ledger rows")
@@ -153,7 +153,7 @@ async def namespace_ledger(case: Case) -> None:
     expect_staged_parent(await case.ledger().resolve(rollout, second.following()), second)
 
 
-async def expect_retired_ledger(case: Case, ledger: Any, rollout: str) -> None:
+async def expect_retired_ledger(ledger: Any, rollout: str) -> None:
     """Require that `ledger` discards late rows of `rollout` in silence, cannot be read, and names no parent."""
     late = staged_turn(rollout, "call-late")
     await ledger.record(late.commit)
