@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokencustody.codec.exact_json import require_json
-from tokencustody.codec.staged import check_size, where
+from tokencustody.codec.staged import check_size, staged_name
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.ids import check_call_id
 from tokencustody.states import AttachmentKind
@@ -68,7 +68,7 @@ def unpack_attachment(row: Any) -> Any:
 
     Raises CorruptEntryError that names the call and the attachment.
     """
-    this = f"{where(row)}: attachment {row.name!r}"
+    this = f"{staged_name(row)}: attachment {row.name!r}"
     # SQLite gives text where a damaged row says so.
     if type(row.data) is not bytes or hashlib.sha256(row.data).hexdigest() != row.data_sha256:
         raise CorruptEntryError(f"{this} does not match its SHA-256; restore it from a backup")

@@ -228,7 +228,7 @@ def unpack_entry(payload: bytes, sha256: str, *, rollout_id: str, model_call_id:
     call = read_call(payload, sha256, rollout_id=rollout_id, model_call_id=model_call_id)
     if call.shared_len is not None:
         raise CorruptEntryError(
-            f"{where(rollout_id, model_call_id)}: the stored payload lacks the beginning of its prompt"
+            f"{call_name(rollout_id, model_call_id)}: the stored payload lacks the beginning of its prompt"
         )
     return call.entry([])
 
@@ -240,11 +240,11 @@ def read_call(payload: bytes, sha256: str, *, rollout_id: str, model_call_id: st
     """
     if payload is None:
         raise CorruptEntryError(
-            f"{where(rollout_id, model_call_id)}: the stored payload is missing; restore it from a backup"
+            f"{call_name(rollout_id, model_call_id)}: the stored payload is missing; restore it from a backup"
         )
     if hashlib.sha256(payload).hexdigest() != sha256:
         raise CorruptEntryError(
-            f"{where(rollout_id, model_call_id)}: the stored payload does not match its SHA-256; "
+            f"{call_name(rollout_id, model_call_id)}: the stored payload does not match its SHA-256; "
             "restore it from a backup"
         )
     try:
@@ -253,17 +253,17 @@ def read_call(payload: bytes, sha256: str, *, rollout_id: str, model_call_id: st
         ids = call.fields["rollout_id"], call.fields["model_call_id"]
     except (ValueError, struct.error, KeyError, TypeError, RecursionError) as exc:
         raise CorruptEntryError(
-            f"{where(rollout_id, model_call_id)}: the stored payload does not decode: {str(exc)[:200]}"
+            f"{call_name(rollout_id, model_call_id)}: the stored payload does not decode: {str(exc)[:200]}"
         ) from exc
     if ids != (rollout_id, model_call_id):
         raise CorruptEntryError(
-            f"{where(rollout_id, model_call_id)}: the stored payload belongs to another call; "
+            f"{call_name(rollout_id, model_call_id)}: the stored payload belongs to another call; "
             "the row was copied or edited"
         )
     return call
 
 
-def where(rollout_id: str, model_call_id: str) -> str:
+def call_name(rollout_id: str, model_call_id: str) -> str:
     """Return how an error names a call."""
     return f"model call {model_call_id} of rollout {rollout_id}"
 

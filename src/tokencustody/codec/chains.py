@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tokencustody.codec.calls import StoredCall, read_call, where
+from tokencustody.codec.calls import StoredCall, call_name, read_call
 from tokencustody.codec.id_columns import PackedIds, digest_of_ids, pack_ids
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.lineage import check_recorded
@@ -129,7 +129,7 @@ def _read(rollout_id: str, row: Any) -> StoredCall:
     )
     if is_whole != (call.shared_len is None):
         raise CorruptEntryError(
-            f"{where(rollout_id, row.model_call_id)}: the row does not say in which form its payload is stored; "
+            f"{call_name(rollout_id, row.model_call_id)}: the row does not say in which form its payload is stored; "
             "it was edited"
         )
     return call
@@ -239,7 +239,7 @@ def _at_width_of(call: StoredCall, ids: list[int], packed: array[int] | None = N
 
 def _not_rebuilt(call: StoredCall) -> CorruptEntryError:
     return CorruptEntryError(
-        f"{where(call.fields['rollout_id'], call.fields['model_call_id'])}: its prompt cannot be rebuilt, for the "
+        f"{call_name(call.fields['rollout_id'], call.fields['model_call_id'])}: its prompt cannot be rebuilt, for the "
         f"sequence of model call {call.parent_call_id!s:.512} is not the one with which it began; restore "
         "both from a backup"
     )
@@ -261,8 +261,8 @@ def _without_beginning(
 ) -> CorruptEntryError:
     problem = "is its own parent, through others or directly" if is_circle else "is missing"
     return CorruptEntryError(
-        f"{where(rollout_id, model_call_id)}: its prompt cannot be rebuilt, for model call {parent_call_id:.512}, in "
-        f"which it began, {problem}; restore the rollout from a backup"
+        f"{call_name(rollout_id, model_call_id)}: its prompt cannot be rebuilt, for model call {parent_call_id:.512}, "
+        f"in which it began, {problem}; restore the rollout from a backup"
     )
 
 
@@ -279,8 +279,8 @@ def _chain_up(rollout_id: str, rows: dict[str, Any], model_call_id: str) -> list
             return chain
         wanted = call.parent_call_id or ""
     if not chain:
-        raise CorruptEntryError(f"{where(rollout_id, model_call_id)}: its row is missing")
+        raise CorruptEntryError(f"{call_name(rollout_id, model_call_id)}: its row is missing")
     for row, call in reversed(chain):
         if call.shared_len is not None:
             raise _without_beginning(rollout_id, row.model_call_id, wanted, is_circle=wanted in passed)
-    raise LineageError(f"{where(rollout_id, chain[-1][0].model_call_id)}: its parent chain is broken")
+    raise LineageError(f"{call_name(rollout_id, chain[-1][0].model_call_id)}: its parent chain is broken")

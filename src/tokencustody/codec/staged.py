@@ -129,7 +129,7 @@ def unpack_call(row: Any) -> StagedCallBaseSnapshot:
             **fields, token_ids_delta=token_ids, token_mask_delta=mask, generation_log_probs_delta=log_probs
         )
     except ValidationError as exc:
-        raise CorruptEntryError(f"{where(row)}: {first_problem(exc)}") from None
+        raise CorruptEntryError(f"{staged_name(row)}: {first_problem(exc)}") from None
 
 
 def check_payload(row: Any) -> None:
@@ -137,7 +137,7 @@ def check_payload(row: Any) -> None:
     # SQLite may give text, where a flipped bit in its file changed the type of a value.
     if type(row.payload) is not bytes or hashlib.sha256(row.payload).hexdigest() != row.payload_sha256:
         raise CorruptEntryError(
-            f"{where(row)}: the stored payload does not match its SHA-256; restore it from a backup"
+            f"{staged_name(row)}: the stored payload does not match its SHA-256; restore it from a backup"
         )
 
 
@@ -153,9 +153,9 @@ def unpack_extras(row: Any) -> dict[str, Any] | None:
         extras: dict[str, Any] | None = None if row.extras is None else json.loads(row.extras)
         digest = compute_extras_digest(extras)
     except (ValueError, TypeError, RecursionError) as exc:
-        raise CorruptEntryError(f"{where(row)}: the stored extras do not decode: {exc}") from exc
+        raise CorruptEntryError(f"{staged_name(row)}: the stored extras do not decode: {exc}") from exc
     if digest != row.extras_digest:
-        raise CorruptEntryError(f"{where(row)}: the stored extras do not match their digest")
+        raise CorruptEntryError(f"{staged_name(row)}: the stored extras do not match their digest")
     return extras
 
 
@@ -167,7 +167,7 @@ def differing_columns(first: Any, second: Any) -> list[str]:
     ]
 
 
-def where(row: Any) -> str:
+def staged_name(row: Any) -> str:
     """Return the words that name the call of a row."""
     return f"staged call {row.model_call_id} of rollout {row.rollout_id}"
 
@@ -189,7 +189,7 @@ def _slices(row: Any) -> list[tuple[str, bytes]]:
             # Not the count itself: where bytes were moved, it is a token id.
             raise ValueError(f"{len(row.payload)} bytes are not those of the tokens that the header counts")
     except (ValueError, KeyError, TypeError, struct.error) as exc:
-        raise CorruptEntryError(f"{where(row)}: the stored payload does not decode: {exc}") from exc
+        raise CorruptEntryError(f"{staged_name(row)}: the stored payload does not decode: {exc}") from exc
     return slices
 
 
@@ -199,5 +199,5 @@ def unpack_columns(row: Any) -> tuple[list[int], list[float], list[float]]:
     try:
         values = list(map(_MASK_VALUES.__getitem__, mask[1]))
     except KeyError as exc:
-        raise CorruptEntryError(f"{where(row)}: the stored mask has the byte {exc}") from None
+        raise CorruptEntryError(f"{staged_name(row)}: the stored mask has the byte {exc}") from None
     return numbers(*ids), values, numbers(*log_probs)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, func, insert, select, union_all
 
-from tokencustody.codec.calls import where
+from tokencustody.codec.calls import call_name
 from tokencustody.codec.row_hash import HASH_COLUMN, is_proven, row_sha256
 from tokencustody.errors import (
     CorruptEntryError,
@@ -226,7 +226,7 @@ def ledger_rows_txn(connection: Connection, key: RolloutKey) -> tuple[Sequence[A
         for row in rows:
             if not is_proven(table, row):
                 raise CorruptEntryError(
-                    f"{where(key.rollout_id, row.model_call_id)}: its row in the ledger is not the one that was "
+                    f"{call_name(key.rollout_id, row.model_call_id)}: its row in the ledger is not the one that was "
                     "written; restore it from a backup"
                 )
         found.append(rows)

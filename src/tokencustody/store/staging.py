@@ -16,11 +16,11 @@ from tokencustody.codec.row_hash import is_proven
 from tokencustody.codec.staged import (
     check_payload,
     pack_call,
+    staged_name,
     unpack_call,
     unpack_extras,
     unpack_token_ids,
     validated_call,
-    where,
 )
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.database.engine import DEFAULT_DEADLINE, DEFAULT_POOL_SIZE, Result, Work
@@ -118,8 +118,8 @@ class SqlStagingStore(DatabaseClient):
         if differing:
             return result(
                 ok=False,
-                error=f"{where(record)} was staged before with other data (differing: {', '.join(differing)}); the "
-                "first stays",
+                error=f"{staged_name(record)} was staged before with other data (differing: {', '.join(differing)}); "
+                "the first stays",
             )
         return result(ok=True, staging_key=staging_key(record.rollout_id, record.model_call_id))
 
@@ -158,14 +158,14 @@ class SqlStagingStore(DatabaseClient):
         held = attachments_sha256((row.name, row.row_sha256) for row in rows)
         if call.attachments_sha256 not in (None, held):
             raise CorruptEntryError(
-                f"{where(call)} does not have the attachments that it was staged with: some were removed, added or "
-                "changed; restore them from a backup"
+                f"{staged_name(call)} does not have the attachments that it was staged with: some were removed, added "
+                "or changed; restore them from a backup"
             )
         for row in rows:
             if not is_proven(staged_attachments, row):
                 raise CorruptEntryError(
-                    f"{where(row)}: attachment {row.name!r} is not what was attached to this call under this name; "
-                    "restore it from a backup"
+                    f"{staged_name(row)}: attachment {row.name!r} is not what was attached to this call under this "
+                    "name; restore it from a backup"
                 )
         return {row.name: unpack_attachment(row) for row in rows}
 
@@ -181,16 +181,18 @@ class SqlStagingStore(DatabaseClient):
         for link in links:
             if link.prev_len != len(token_ids):
                 raise LineageError(
-                    f"{where(link)} follows {link.prev_len} tokens, but the chain before it has {len(token_ids)}"
+                    f"{staged_name(link)} follows {link.prev_len} tokens, but the chain before it has {len(token_ids)}"
                 )
             token_ids += unpack_token_ids(link)
             if not link.cum_len == link.prev_len + link.delta_len == len(token_ids):
-                raise LineageError(f"{where(link)}: its lengths are not those of its token ids")
+                raise LineageError(f"{staged_name(link)}: its lengths are not those of its token ids")
         if links and hash_token_ids(token_ids) != links[-1].cumulative_hash:
             # The hash of each payload tells a corrupt link from calls that are no chain.
             for link in links:
                 check_payload(link)
-            raise LineageError(f"{where(links[-1])}: the chain's token ids do not have its cumulative hash")
+            raise LineageError(
+                f"{staged_name(links[-1])}: the chain's token ids do not have its cumulative hash"
+            )
         return token_ids
 
     def delete(self, staging_keys: Sequence[str]) -> list[str]:
