@@ -18,7 +18,7 @@ from tests.support.rich import ODD_CALL, execute, fill_frozen, fill_richly, rows
 from tests.support.rollouts import linear_rollout
 from tests.support.staged import stage
 from tokencustody import open_store
-from tokencustody.copying import Copier, CopyReport, Outcome, copier
+from tokencustody.copying import Copier, CopyOutcome, CopyReport, copier
 from tokencustody.copying import rows as copied_rows
 from tokencustody.database.url import parse_url
 from tokencustody.errors import (
@@ -65,7 +65,7 @@ async def copy(source: str, target: str, **options: Any) -> CopyReport:
         await copying.close()
 
 
-async def outcome_of(source: str, target: str, **options: Any) -> tuple[Outcome, str]:
+async def outcome_of(source: str, target: str, **options: Any) -> tuple[CopyOutcome, str]:
     """Copy one rollout, and return what became of it and why."""
     report = await copy(source, target, include_open=True, **options)
     ((outcome, count),) = report.outcomes.items()
@@ -81,7 +81,7 @@ async def test_a_copy_and_a_copy_of_the_copy_have_equal_rows_in_every_table(
     before = await rows(store_url)
     assert all(before.values()), "a table without rows proves nothing"
     report = await copy(store_url, other_url, include_open=True)
-    assert report.outcomes == {Outcome.COPIED: 2 * ALL}
+    assert report.outcomes == {CopyOutcome.COPIED: 2 * ALL}
     assert report.rows == sum(map(len, before.values()))
     assert await rows(other_url) == before
     third = f"sqlite:///{tmp_path / 'third.db'}"
@@ -109,14 +109,14 @@ async def test_a_repeated_copy_writes_nothing(store_url: str, other_url: str) ->
     await copy(store_url, other_url, include_open=True)
     before = await rows(other_url)
     report = await copy(store_url, other_url, include_open=True)
-    assert (report.outcomes, report.rows) == ({Outcome.ALREADY_THERE: ALL}, 0)
+    assert (report.outcomes, report.rows) == ({CopyOutcome.ALREADY_THERE: ALL}, 0)
     assert await rows(other_url) == before
 
 
 async def test_open_rollouts_are_left_out_unless_they_are_asked_for(store_url: str, other_url: str) -> None:
     await fill_richly(store_url)
     report = await copy(store_url, other_url)
-    assert report.outcomes == {Outcome.COPIED: ALL - 1, Outcome.LEFT_OUT: 1}
+    assert report.outcomes == {CopyOutcome.COPIED: ALL - 1, CopyOutcome.LEFT_OUT: 1}
     assert [(each.rollout_id, each.reason) for each in report.notable] == [("open", "it is open")]
     assert report.is_clean
     assert "'open'," not in "".join((await rows(other_url))["entries"])
@@ -128,22 +128,22 @@ async def test_a_dry_run_says_what_would_be_done_and_writes_nothing(
     await fill_richly(store_url)
     for target in (other_url, f"sqlite:///{tmp_path / 'new.db'}"):
         report = await copy(store_url, target, dry_run=True)
-        assert report.outcomes == {Outcome.COPIED: ALL - 1, Outcome.LEFT_OUT: 1}
+        assert report.outcomes == {CopyOutcome.COPIED: ALL - 1, CopyOutcome.LEFT_OUT: 1}
     assert not (tmp_path / "new.db").exists()
     await copy(store_url, other_url, prefix="frozen")
     before = await rows(other_url)
     report = await copy(store_url, other_url, dry_run=True, prefix="frozen")
-    assert report.outcomes == {Outcome.ALREADY_THERE: 1}
+    assert report.outcomes == {CopyOutcome.ALREADY_THERE: 1}
     assert await rows(other_url) == before
 
 
 async def test_only_what_is_asked_for_is_copied(store_url: str, other_url: str) -> None:
     await fill_richly(store_url, "run-1")
     await fill_richly(store_url, "run-2")
-    assert (await copy(store_url, other_url, run="run-2")).outcomes[Outcome.COPIED] == ALL - 1
+    assert (await copy(store_url, other_url, run="run-2")).outcomes[CopyOutcome.COPIED] == ALL - 1
     assert await rows(other_url, "run-1") == {name: {} for name in await rows(other_url)}
     report = await copy(store_url, other_url, run="run-1", rollout_ids=["alone", "frozen", "none"])
-    assert report.outcomes == {Outcome.COPIED: 2, Outcome.FAILED: 1}
+    assert report.outcomes == {CopyOutcome.COPIED: 2, CopyOutcome.FAILED: 1}
     assert [each.rollout_id for each in report.notable] == ["none"]
 
 
@@ -162,9 +162,9 @@ async def test_an_open_rollout_that_grew_moves_on_in_the_copy(store_url: str, ot
         ):
             await grows()
             outcome, _ = await outcome_of(store_url, other_url)
-            assert outcome in (Outcome.COPIED, Outcome.UPDATED)
+            assert outcome in (CopyOutcome.COPIED, CopyOutcome.UPDATED)
             assert await rows(other_url) == await rows(store_url)
-        assert (await outcome_of(store_url, other_url))[0] is Outcome.ALREADY_THERE
+        assert (await outcome_of(store_url, other_url))[0] is CopyOutcome.ALREADY_THERE
 
 
 async def test_what_is_retired_in_the_source_stays_in_the_copy(store_url: str, other_url: str) -> None:
@@ -174,7 +174,7 @@ async def test_what_is_retired_in_the_source_stays_in_the_copy(store_url: str, o
     async with open_store(store_url, run="run-1") as store:
         await store.source.retire(["frozen", "marked"])
     report = await copy(store_url, other_url)
-    assert report.outcomes == {Outcome.ALREADY_THERE: ALL - 1, Outcome.LEFT_OUT: 1}
+    assert report.outcomes == {CopyOutcome.ALREADY_THERE: ALL - 1, CopyOutcome.LEFT_OUT: 1}
     assert await rows(other_url) == before
 
 
@@ -184,7 +184,7 @@ async def test_a_copy_that_was_consumed_is_not_brought_back(store_url: str, othe
     async with open_store(other_url, run="run-1") as store:
         await store.source.retire(["frozen"])
     before = await rows(other_url)
-    assert (await outcome_of(store_url, other_url, rollout_ids=["frozen"]))[0] is Outcome.ALREADY_THERE
+    assert (await outcome_of(store_url, other_url, rollout_ids=["frozen"]))[0] is CopyOutcome.ALREADY_THERE
     assert await rows(other_url) == before
 
 
@@ -225,7 +225,7 @@ async def test_any_row_that_differs_is_a_conflict_and_both_stay(
     before = [await rows(store_url), await rows(other_url)]
     report = await copy(store_url, other_url)
     assert {each.rollout_id: each.outcome for each in report.notable} == dict.fromkeys(
-        CHANGES, Outcome.CONFLICT
+        CHANGES, CopyOutcome.CONFLICT
     )
     for each in report.notable:
         table = CHANGES[each.rollout_id][0].name
@@ -238,7 +238,7 @@ async def test_a_row_that_the_source_lost_stays_in_the_copy(store_url: str, othe
     await copy(store_url, other_url)
     before = await rows(other_url)
     await execute(store_url, delete(entries).where(of(entries), entries.c.model_call_id == "call-1"))
-    assert (await outcome_of(store_url, other_url))[0] is Outcome.ALREADY_THERE
+    assert (await outcome_of(store_url, other_url))[0] is CopyOutcome.ALREADY_THERE
     assert await rows(other_url) == before
 
 
@@ -248,7 +248,7 @@ async def test_two_rollouts_of_one_name_are_a_conflict(store_url: str, other_url
             await store.sink.put(make_entry("rollout"))
     before = await rows(other_url)
     outcome, reason = await outcome_of(store_url, other_url)
-    assert (outcome, reason) == (Outcome.CONFLICT, "the target's history of the rollout is another one")
+    assert (outcome, reason) == (CopyOutcome.CONFLICT, "the target's history of the rollout is another one")
     assert await rows(other_url) == before
 
 
@@ -264,7 +264,7 @@ async def test_a_rollout_that_went_on_in_both_is_a_conflict(store_url: str, othe
         else:
             await other.source.freeze("rollout")
     before = await rows(other_url)
-    assert (await outcome_of(store_url, other_url))[0] is Outcome.CONFLICT
+    assert (await outcome_of(store_url, other_url))[0] is CopyOutcome.CONFLICT
     assert await rows(other_url) == before
 
 
@@ -274,9 +274,9 @@ async def test_a_rollout_that_went_on_in_the_copy_alone_is_there(store_url: str,
         await store.sink.put(turns[0].entry)
         await outcome_of(store_url, other_url)
         await other.sink.put(turns[1].entry)
-        assert (await outcome_of(store_url, other_url))[0] is Outcome.ALREADY_THERE
+        assert (await outcome_of(store_url, other_url))[0] is CopyOutcome.ALREADY_THERE
         await other.source.freeze("rollout")
-    assert (await outcome_of(store_url, other_url))[0] is Outcome.ALREADY_THERE
+    assert (await outcome_of(store_url, other_url))[0] is CopyOutcome.ALREADY_THERE
 
 
 DAMAGE = {
@@ -297,8 +297,8 @@ async def test_bytes_that_do_not_match_their_hash_are_not_copied(
     await execute(store_url, damage)
     report = await copy(store_url, other_url)
     assert [(each.rollout_id, each.outcome) for each in report.notable] == [
-        ("frozen", Outcome.FAILED),
-        ("open", Outcome.LEFT_OUT),
+        ("frozen", CopyOutcome.FAILED),
+        ("open", CopyOutcome.LEFT_OUT),
     ]
     assert report.notable[0].reason.startswith(f"{table} of call ")
     assert not report.is_clean
@@ -314,8 +314,8 @@ async def test_what_is_damaged_on_either_side_is_not_said_to_be_there(
     await copy(store_url, other_url)
     await execute({"source": store_url, "target": other_url}[side], damage)
     report = await copy(store_url, other_url)
-    (failed,) = [each for each in report.notable if each.outcome is not Outcome.LEFT_OUT]
-    assert (failed.rollout_id, failed.outcome) == ("frozen", Outcome.FAILED)
+    (failed,) = [each for each in report.notable if each.outcome is not CopyOutcome.LEFT_OUT]
+    assert (failed.rollout_id, failed.outcome) == ("frozen", CopyOutcome.FAILED)
     assert failed.reason.startswith(f"in the {side}, {table} of call ")
     assert not report.is_clean
 
@@ -334,7 +334,7 @@ async def test_what_the_target_gives_back_is_compared_with_the_source(
 
     monkeypatch.setattr(copied_rows.Spool, "add", rounded)
     outcome, reason = await outcome_of(store_url, other_url, rollout_ids=["frozen"])
-    assert outcome is Outcome.FAILED
+    assert outcome is CopyOutcome.FAILED
     assert "not what was written" in reason
 
 
@@ -357,7 +357,7 @@ async def test_a_copy_that_is_killed_leaves_whole_rollouts_and_is_finished_by_an
         2 * whole,
     ]
     report = await copy(store_url, other_url)
-    assert report.outcomes == {Outcome.ALREADY_THERE: whole, Outcome.COPIED: 4 - whole}
+    assert report.outcomes == {CopyOutcome.ALREADY_THERE: whole, CopyOutcome.COPIED: 4 - whole}
     assert await rows(other_url) == await rows(store_url)
 
 
@@ -381,7 +381,11 @@ async def test_staged_calls_that_came_after_the_copy_are_added(store_url: str, o
             record = StagedCallRecord.model_validate(stage("later", rollout=rollout).snapshot.model_dump())
             assert (await asyncio.to_thread(store.staging.stage, record)).ok
     report = await copy(store_url, other_url)
-    assert report.outcomes == {Outcome.UPDATED: 3, Outcome.ALREADY_THERE: ALL - 4, Outcome.LEFT_OUT: 1}
+    assert report.outcomes == {
+        CopyOutcome.UPDATED: 3,
+        CopyOutcome.ALREADY_THERE: ALL - 4,
+        CopyOutcome.LEFT_OUT: 1,
+    }
     # One of them behind a freeze, with its version.
     assert (report.rows, report.is_clean) == (4, True)
 
@@ -393,7 +397,7 @@ async def test_a_rollout_whose_mark_waits_on_this_host_is_left_out(
     waiting = Mark(RolloutKey("run-1", "frozen"), "lost", Stamp.make(now(), "test"))
     Spill(spill_folder, parse_url(store_url)).keep(waiting)
     report = await copy(store_url, other_url, rollout_ids=["frozen", "deltas"])
-    assert report.outcomes == {Outcome.COPIED: 1, Outcome.LEFT_OUT: 1}
+    assert report.outcomes == {CopyOutcome.COPIED: 1, CopyOutcome.LEFT_OUT: 1}
     assert "spill replay" in report.notable[0].reason
 
 
@@ -412,11 +416,11 @@ async def test_a_rollout_whose_mark_on_this_host_is_damaged_is_left_out_until_a_
                 await store.source.freeze("frozen")
     for dry_run in (True, False):
         report = await copy(store_url, other_url, rollout_ids=["frozen", "deltas"], dry_run=dry_run)
-        assert report.outcomes == {Outcome.COPIED: 1, Outcome.LEFT_OUT: 1}
+        assert report.outcomes == {CopyOutcome.COPIED: 1, CopyOutcome.LEFT_OUT: 1}
         assert ("spill discard" if is_known else "spill replay") in report.notable[0].reason
     for file in (*spill.waiting(key), *spill.damaged(key)):
         file.unlink()
-    assert (await copy(store_url, other_url)).outcomes[Outcome.COPIED] > 1
+    assert (await copy(store_url, other_url)).outcomes[CopyOutcome.COPIED] > 1
 
 
 async def test_a_damaged_mark_of_a_rollout_in_the_target_leaves_that_rollout_and_no_other(
@@ -427,8 +431,8 @@ async def test_a_damaged_mark_of_a_rollout_in_the_target_leaves_that_rollout_and
     spill.keep(Mark(RolloutKey("run-1", "frozen"), "lost", Stamp.make(now(), "test"))).write_bytes(b"torn")
     report = await copy(store_url, other_url, rollout_ids=["frozen", "deltas"])
     # A PostgreSQL source cannot tell that a damaged file is not its own.
-    held_up = Outcome.FAILED if store_url.startswith("sqlite") else Outcome.LEFT_OUT
-    assert report.outcomes == {Outcome.COPIED: 1, held_up: 1}
+    held_up = CopyOutcome.FAILED if store_url.startswith("sqlite") else CopyOutcome.LEFT_OUT
+    assert report.outcomes == {CopyOutcome.COPIED: 1, held_up: 1}
     assert "spill discard" in report.notable[0].reason
 
 
@@ -450,7 +454,7 @@ async def test_many_staged_rollouts_without_a_fence_are_all_copied(
         "payload_sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
     }
     await execute(store_url, *(insert(staged_calls).values(row | {"rollout_id": name}) for name in names))
-    assert (await copy(store_url, other_url)).outcomes == {Outcome.COPIED: 10}
+    assert (await copy(store_url, other_url)).outcomes == {CopyOutcome.COPIED: 10}
     assert await rows(other_url) == await rows(store_url)
 
 
@@ -499,7 +503,7 @@ async def test_an_intent_that_the_target_refused_otherwise_stays(store_url: str,
         await store.sink.refuse_call("rollout", model_call_id="call-1", code="length")
     before = await rows(other_url)
     outcome, reason = await outcome_of(store_url, other_url)
-    assert (outcome, "intents (call-1)" in reason) == (Outcome.CONFLICT, True)
+    assert (outcome, "intents (call-1)" in reason) == (CopyOutcome.CONFLICT, True)
     assert await rows(other_url) == before
 
 
@@ -521,5 +525,5 @@ async def test_a_rollout_that_somebody_opens_in_the_target_meanwhile_stays(
 
     monkeypatch.setattr(copier, "image_txn", image_of_before)
     outcome, reason = await outcome_of(store_url, other_url)
-    assert (outcome, "meanwhile" in reason) == (Outcome.CONFLICT, True)
+    assert (outcome, "meanwhile" in reason) == (CopyOutcome.CONFLICT, True)
     assert await rows(other_url) == before

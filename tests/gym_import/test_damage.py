@@ -25,7 +25,7 @@ from tests.support.rollouts import linear_rollout
 from tests.support.staged import stage
 from tokencustody.database.url import parse_url
 from tokencustody.errors import InvalidRecordError
-from tokencustody.gym_import import FindingKind, Outcome
+from tokencustody.gym_import import FindingKind, ImportOutcome
 from tokencustody.gym_import import files as gym_files
 from tokencustody.gym_import.walking import Walk
 from tokencustody.spill.marks import Mark, Spill
@@ -106,7 +106,7 @@ async def test_a_line_that_is_no_record_is_told_and_masks_the_rollout_and_the_ot
         _, call, reason = BROKEN[names[imported.rollout_id]]
         assert found(imported) == [("lost", "jsonl", 2, call)], names[imported.rollout_id]
         assert reason in imported.findings[0].reason
-        assert (imported.outcome, imported.added, imported.incomplete) == (Outcome.IMPORTED, 2, True)
+        assert (imported.outcome, imported.added, imported.incomplete) == (ImportOutcome.IMPORTED, 2, True)
         assert not imported.is_clean
     snapshot = await freeze(store_url, "rollout-00")
     assert snapshot.incomplete
@@ -250,7 +250,7 @@ async def test_another_content_of_a_call_is_kept_as_evidence_and_the_first_stays
     snapshot = await freeze(store_url)
     assert snapshot.incomplete
     assert list(snapshot.entries) == ENTRIES
-    assert (await import_one(store_url, folder)).outcome is Outcome.ALREADY_THERE
+    assert (await import_one(store_url, folder)).outcome is ImportOutcome.ALREADY_THERE
     assert len((await rows(store_url))["failures"]) == 1
 
 
@@ -354,7 +354,7 @@ async def test_a_ledger_row_that_cannot_be_kept_is_told(store_url: str, folder: 
         assert [(kind, line, call) for kind, _, line, call in found(imported)] == [expected], each
         assert imported.incomplete is (expected[0] == "lost")
     again = await import_folder(store_url, folder)
-    assert {imported.outcome for imported in again.rollouts} == {Outcome.ALREADY_THERE}
+    assert {imported.outcome for imported in again.rollouts} == {ImportOutcome.ALREADY_THERE}
 
 
 async def test_files_of_no_rollout_are_told(store_url: str, folder: Path) -> None:
@@ -445,9 +445,9 @@ async def test_a_folder_goes_on_after_a_rollout_that_cannot_be_imported(
     monkeypatch.setattr(Walk, "run_txn", refused)
     report = await import_folder(store_url, folder)
     assert {each.rollout_id: each.outcome for each in report.rollouts} == {
-        "a": Outcome.IMPORTED,
-        **dict.fromkeys(refusals, Outcome.FAILED),
-        "z": Outcome.IMPORTED,
+        "a": ImportOutcome.IMPORTED,
+        **dict.fromkeys(refusals, ImportOutcome.FAILED),
+        "z": ImportOutcome.IMPORTED,
     }
     assert not report.is_clean
     said = [finding.reason for each in report.rollouts for finding in each.findings]
@@ -457,9 +457,9 @@ async def test_a_folder_goes_on_after_a_rollout_that_cannot_be_imported(
     monkeypatch.setattr(Walk, "run_txn", walk)
     again = await import_folder(store_url, folder)
     assert [each.outcome for each in again.rollouts] == [
-        Outcome.ALREADY_THERE,
-        *[Outcome.IMPORTED] * 3,
-        Outcome.ALREADY_THERE,
+        ImportOutcome.ALREADY_THERE,
+        *[ImportOutcome.IMPORTED] * 3,
+        ImportOutcome.ALREADY_THERE,
     ]
 
 
@@ -471,7 +471,7 @@ async def test_a_damaged_mark_of_a_rollout_that_waits_on_this_host_holds_up_that
     spill = Spill(spill_folder, parse_url(store_url))
     spill.keep(Mark(RolloutKey("default", "a"), "lost", Stamp.make(now(), "test"))).write_bytes(b"torn")
     report = await import_folder(store_url, folder)
-    assert [each.outcome for each in report.rollouts] == [Outcome.FAILED, Outcome.IMPORTED]
+    assert [each.outcome for each in report.rollouts] == [ImportOutcome.FAILED, ImportOutcome.IMPORTED]
     assert "spill discard" in report.rollouts[0].findings[0].reason
 
 
@@ -492,7 +492,7 @@ async def test_a_ledger_value_that_no_column_holds_is_told_and_the_other_rollout
         write_rollout(folder, [], rollout_id=f"rollout-{number:02}", ledger=line)
     write_rollout(folder, [], rollout_id="sound", ledger=json.dumps(row).encode() + b"\n")
     *bad, sound = (await import_folder(store_url, folder)).rollouts
-    assert (sound.outcome, sound.ledger_rows, sound.findings) == (Outcome.IMPORTED, 1, [])
+    assert (sound.outcome, sound.ledger_rows, sound.findings) == (ImportOutcome.IMPORTED, 1, [])
     assert len(bad) == len(LEDGER_VALUES)
     for imported, (name, _) in zip(bad, LEDGER_VALUES, strict=True):
         assert [finding.kind for finding in imported.findings] == [FindingKind.LOST]

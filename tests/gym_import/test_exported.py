@@ -14,7 +14,7 @@ from tokencustody import open_store
 from tokencustody.codec.calls import differing_fields
 from tokencustody.errors import PayloadConflictError
 from tokencustody.export import ExportOptions, Format, export
-from tokencustody.gym_import import FindingKind, Outcome
+from tokencustody.gym_import import FindingKind, ImportOutcome
 
 
 async def test_an_export_in_gyms_layout_comes_back_with_equal_calls_snapshots_and_ledgers(
@@ -31,7 +31,7 @@ async def test_an_export_in_gyms_layout_comes_back_with_equal_calls_snapshots_an
     target = f"sqlite:///{tmp_path / 'imported.db'}"
     report = await import_folder(target, tmp_path / "gym", run="run-1")
     assert report.is_clean, report
-    assert {each.outcome for each in report.rollouts} == {Outcome.IMPORTED}
+    assert {each.outcome for each in report.rollouts} == {ImportOutcome.IMPORTED}
     assert [finding.kind for finding in report.strangers] == [FindingKind.NOTE]  # the manifest
     names = [each.rollout_id for each in report.rollouts]
     assert {"deltas", "marked", "plain"} <= set(names), [found(each) for each in report.rollouts]
@@ -93,7 +93,7 @@ async def test_an_export_in_gyms_layout_changes_nothing_where_it_came_from_nor_w
         before = await rows(url)
         again = await import_folder(url, tmp_path / "gym", run="run-1")
         assert {each.rollout_id: each.outcome for each in again.rollouts} == dict.fromkeys(
-            INCOMPLETE, Outcome.ALREADY_THERE
+            INCOMPLETE, ImportOutcome.ALREADY_THERE
         ), [found(each) for each in again.rollouts]
         assert await rows(url) == before
 
@@ -110,6 +110,6 @@ async def test_a_ledger_row_that_was_altered_in_the_files_is_a_conflict(
     for field, value in {"weight_version": 99, "fingerprint": "0" * 64, "fingerprint_version": 1}.items():
         file.write_text(json.dumps(line | {field: value}) + "\n")
         report = await import_folder(store_url, tmp_path / "gym", run="run-1")
-        conflicting = [each.rollout_id for each in report.rollouts if each.outcome is Outcome.CONFLICT]
+        conflicting = [each.rollout_id for each in report.rollouts if each.outcome is ImportOutcome.CONFLICT]
         assert conflicting == ["ledger"], field
         assert await rows(store_url) == before

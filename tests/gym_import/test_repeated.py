@@ -25,7 +25,7 @@ from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
 from tokencustody.codec.calls import differing_fields
 from tokencustody.database.url import parse_url
-from tokencustody.gym_import import Outcome, importing
+from tokencustody.gym_import import ImportOutcome, importing
 from tokencustody.records import TokenEntry
 from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.schema.tables import entries, fences
@@ -55,17 +55,17 @@ async def put(url: str, *entries_to_put: TokenEntry) -> None:
 
 async def test_a_repeated_import_changes_nothing(store_url: str, folder: Path) -> None:
     write_rollout(folder, LINES, intents=["call-0", "never-came"], marks=["lost"], state=FROZEN)
-    assert (await import_one(store_url, folder)).outcome is Outcome.IMPORTED
+    assert (await import_one(store_url, folder)).outcome is ImportOutcome.IMPORTED
     before = await rows(store_url)
     again = await import_one(store_url, folder)
-    assert (again.outcome, again.added, again.calls) == (Outcome.ALREADY_THERE, 0, 4)
+    assert (again.outcome, again.added, again.calls) == (ImportOutcome.ALREADY_THERE, 0, 4)
     assert await rows(store_url) == before
 
 
 async def test_a_dry_run_says_what_would_be_done_and_makes_nothing(new_sqlite_url: str, folder: Path) -> None:
     write_rollout(folder, LINES[:2])
     imported = await import_one(new_sqlite_url, folder, dry_run=True)
-    assert (imported.outcome, imported.added) == (Outcome.IMPORTED, 2)
+    assert (imported.outcome, imported.added) == (ImportOutcome.IMPORTED, 2)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["gym"]
 
 
@@ -75,7 +75,7 @@ async def test_a_dry_run_of_more_calls_adds_none(store_url: str, folder: Path) -
     before = await rows(store_url)
     write_rollout(folder, LINES, marks=["lost"])
     imported = await import_one(store_url, folder, dry_run=True)
-    assert (imported.outcome, imported.added) == (Outcome.ADDED, 2)
+    assert (imported.outcome, imported.added) == (ImportOutcome.ADDED, 2)
     assert await rows(store_url) == before
 
 
@@ -84,7 +84,7 @@ async def test_what_was_put_by_a_serving_process_is_known_again(store_url: str, 
     await put(store_url, ENTRIES[0], odd, *ENTRIES[2:])
     before = await rows(store_url)
     write_rollout(folder, [LINES[0], line_of(odd), *LINES[2:]])
-    assert (await import_one(store_url, folder)).outcome is Outcome.ALREADY_THERE
+    assert (await import_one(store_url, folder)).outcome is ImportOutcome.ALREADY_THERE
     assert await rows(store_url) == before
 
 
@@ -105,7 +105,7 @@ async def test_what_a_frozen_rollout_of_the_database_has_otherwise_is_a_conflict
     write_rollout(folder, lines, state=state)
     for dry_run in (True, False):
         imported = await import_one(store_url, folder, dry_run=dry_run)
-        assert (imported.outcome, imported.added, found(imported)) == (Outcome.CONFLICT, 0, [expected])
+        assert (imported.outcome, imported.added, found(imported)) == (ImportOutcome.CONFLICT, 0, [expected])
     assert await rows(store_url) == before
 
 
@@ -122,7 +122,10 @@ async def test_a_conflict_undoes_what_else_would_be_added(
         folder, [*LINES[:3], line_of(ENTRIES[3], model="another")], intents=["announced"], marks=["lost"]
     )
     imported = await import_one(store_url, folder)
-    assert (imported.outcome, found(imported)) == (Outcome.CONFLICT, [("conflict", "jsonl", 4, "call-3")])
+    assert (imported.outcome, found(imported)) == (
+        ImportOutcome.CONFLICT,
+        [("conflict", "jsonl", 4, "call-3")],
+    )
     assert await rows(store_url) == before
 
 
@@ -130,7 +133,7 @@ async def test_a_snapshot_is_not_raised_over_calls_that_it_lacks(store_url: str,
     await put(store_url, *ENTRIES, linear_rollout(5)[4].entry)
     before = await rows(store_url)
     write_rollout(folder, LINES, state=FROZEN)
-    assert (await import_one(store_url, folder)).outcome is Outcome.CONFLICT
+    assert (await import_one(store_url, folder)).outcome is ImportOutcome.CONFLICT
     assert await rows(store_url) == before
 
 
@@ -141,9 +144,9 @@ async def test_a_rollout_that_was_retired_is_not_brought_back(store_url: str, fo
         assert await source.drop("rollout", "snapshot-1", 5)
     before = await rows(store_url)
     # It was consumed as exactly this snapshot.
-    assert (await import_one(store_url, folder)).outcome is Outcome.ALREADY_THERE
+    assert (await import_one(store_url, folder)).outcome is ImportOutcome.ALREADY_THERE
     write_rollout(folder, LINES, state=FROZEN | {"snapshot_id": "another"})
-    assert (await import_one(store_url, folder)).outcome is Outcome.CONFLICT
+    assert (await import_one(store_url, folder)).outcome is ImportOutcome.CONFLICT
     assert await rows(store_url) == before
 
 
@@ -153,7 +156,7 @@ async def test_a_rollout_that_is_retired_in_the_files_is_not_retired_in_the_data
     await put(store_url, *ENTRIES)
     before = await rows(store_url)
     write_rollout(folder, [], state=FROZEN | {"retired": True, "entry_digests": {}})
-    assert (await import_one(store_url, folder)).outcome is Outcome.CONFLICT
+    assert (await import_one(store_url, folder)).outcome is ImportOutcome.CONFLICT
     assert await rows(store_url) == before
 
 
@@ -164,7 +167,7 @@ async def test_no_row_of_a_call_that_is_damaged_in_the_database_is_trusted(
     await import_one(store_url, folder)
     await execute(store_url, update(entries).values(payload=b"broken", payload_sha256="0" * 64))
     imported = await import_one(store_url, folder)
-    assert imported.outcome is Outcome.FAILED
+    assert imported.outcome is ImportOutcome.FAILED
     assert "call-0" in imported.findings[0].reason
 
 
@@ -223,8 +226,8 @@ async def test_an_import_that_is_killed_leaves_whole_rollouts_and_is_finished_by
     assert {name: len(held[name]) for name in counts} == {n: each * whole for n, each in counts.items()}
     report = await import_folder(store_url, folder)
     assert [each.outcome for each in report.rollouts] == [
-        *[Outcome.ALREADY_THERE] * whole,
-        *[Outcome.IMPORTED] * (4 - whole),
+        *[ImportOutcome.ALREADY_THERE] * whole,
+        *[ImportOutcome.IMPORTED] * (4 - whole),
     ]
     for number in range(4):
         snapshot = await freeze(store_url, f"rollout-{number}")
@@ -236,9 +239,9 @@ async def test_only_the_rollouts_that_are_asked_for_are_imported(store_url: str,
         write_rollout(folder, [line_of(ENTRIES[0], rollout_id=name)], rollout_id=name)
     report = await import_folder(store_url, folder, prefix="a-", rollout_ids=["a-2", "b-1", "none"])
     assert [(each.rollout_id, each.outcome) for each in report.rollouts] == [
-        ("b-1", Outcome.FAILED),
-        ("none", Outcome.FAILED),
-        ("a-2", Outcome.IMPORTED),
+        ("b-1", ImportOutcome.FAILED),
+        ("none", ImportOutcome.FAILED),
+        ("a-2", ImportOutcome.IMPORTED),
     ]
     assert not report.is_clean
 
@@ -276,7 +279,7 @@ async def test_a_rollout_that_is_there_is_not_masked_when_its_files_are_damaged_
     before = await rows(store_url)
     write_rollout(folder, LINES[:1], last_line=LINES[1][:20], state=FROZEN)
     imported = await import_one(store_url, folder)
-    assert (imported.outcome, imported.incomplete) == (Outcome.ALREADY_THERE, False)
+    assert (imported.outcome, imported.incomplete) == (ImportOutcome.ALREADY_THERE, False)
     assert {kind for kind, *_ in found(imported)} == {"lost"}
     assert not imported.is_clean
     assert await rows(store_url) == before
@@ -289,7 +292,7 @@ async def test_a_call_that_is_there_is_not_lost_when_its_line_is_changed_later(
     await import_one(store_url, folder)
     before = await rows(store_url)
     write_rollout(folder, [LINES[0], line_of(ENTRIES[1], schema_version=2), *LINES[2:]])
-    assert (await import_one(store_url, folder)).outcome is Outcome.ALREADY_THERE
+    assert (await import_one(store_url, folder)).outcome is ImportOutcome.ALREADY_THERE
     assert await rows(store_url) == before
 
 
@@ -299,7 +302,7 @@ async def test_a_second_content_of_a_call_that_is_frozen_is_kept_as_evidence_in_
     write_rollout(folder, LINES, state=FROZEN)
     await import_one(store_url, folder)
     write_rollout(folder, [*LINES, line_of(ENTRIES[0], model="another")], state=FROZEN)
-    assert (await import_one(store_url, folder)).outcome is Outcome.ADDED
+    assert (await import_one(store_url, folder)).outcome is ImportOutcome.ADDED
     snapshot = await freeze(store_url)
     assert (snapshot.snapshot_id, snapshot.version, snapshot.incomplete) == ("snapshot-1", 6, True)
 

@@ -19,7 +19,7 @@ from tests.gym_import.gym_folders import line_of, state_of, write_rollout
 from tests.support.rollouts import linear_rollout
 from tokencustody.database.faults import FAULT_POINTS
 from tokencustody.database.url import parse_url
-from tokencustody.gym_import import GymImporter, ImportReport, Outcome
+from tokencustody.gym_import import GymImporter, ImportOutcome, ImportReport
 from tokencustody.schema import tables
 
 ENTRIES = [turn.entry for turn in linear_rollout(3, deltas=[2])]
@@ -86,7 +86,7 @@ async def test_an_import_that_waited_for_another_finds_the_rollout_there(
         first = await import_into(postgres_url, folder)
     finally:
         FAULT_POINTS.clear()
-    assert ([each.outcome for each in first.rollouts], first.is_clean) == ([Outcome.IMPORTED], True)
+    assert ([each.outcome for each in first.rollouts], first.is_clean) == ([ImportOutcome.IMPORTED], True)
     (report,) = await ended(others)
     assert [each["outcome"] for each in report["rollouts"]] == ["already_there"]
 
@@ -104,7 +104,7 @@ async def test_an_import_whose_answer_was_lost_finds_what_it_did(store_url: str,
         report = await import_into(store_url, folder)
     finally:
         FAULT_POINTS.clear()
-    assert [each.outcome for each in report.rollouts] == [Outcome.IMPORTED]
+    assert [each.outcome for each in report.rollouts] == [ImportOutcome.IMPORTED]
     assert report.is_clean
     (versions,) = await run_sql(store_url, select(tables.snapshot_versions.c.event))
     assert sorted(row.event for row in versions) == ["freeze", "mark", "open"]

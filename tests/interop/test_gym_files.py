@@ -24,7 +24,7 @@ from tests.support.entries import REQUEST, continuation
 from tests.support.ledger import make_commit
 from tokencustody import open_store
 from tokencustody.export import ExportOptions, export
-from tokencustody.gym_import import GymImporter, ImportReport, Outcome
+from tokencustody.gym_import import GymImporter, ImportOutcome, ImportReport
 from tokencustody.integrations.nemo_gym import SqlLineageStore, SqlTokenSource
 
 RUN = "imported"
@@ -101,7 +101,7 @@ async def test_gym_builds_the_same_trajectories_from_an_imported_rollout_as_from
 ) -> None:
     await serve_rollout("rollout-1", gym_files, gym_ledger, delta_records=delta_records, lost_turn=lost_turn)
     report = await import_folder(store_url, folder)
-    assert [each.outcome for each in report.rollouts] == [Outcome.IMPORTED]
+    assert [each.outcome for each in report.rollouts] == [ImportOutcome.IMPORTED]
     async with source_of(store_url) as source:
         imported = comparable(await trajectories_from_source("rollout-1", source))
     assert imported == comparable(await trajectories_from_source("rollout-1", gym_files))
@@ -197,10 +197,10 @@ async def test_a_rollout_that_gym_dropped_stays_fenced_and_its_drop_may_be_repea
     consumed = {"snapshot_id": frozen.snapshot_id, "version": frozen.version}
     assert await gym_files.drop("rollout-1", **consumed)
     (imported,) = (await import_folder(store_url, folder)).rollouts
-    assert (imported.outcome, imported.state) == (Outcome.IMPORTED, "retired")
+    assert (imported.outcome, imported.state) == (ImportOutcome.IMPORTED, "retired")
     assert [finding.file for finding in imported.findings] == ["rollout-1.lineage.jsonl"]
     (again,) = (await import_folder(store_url, folder)).rollouts
-    assert again.outcome is Outcome.ALREADY_THERE
+    assert again.outcome is ImportOutcome.ALREADY_THERE
     async with source_of(store_url) as source:
         assert await source.drop("rollout-1", **consumed)
         assert not await source.drop("rollout-1", frozen.snapshot_id, frozen.version + 1)
@@ -224,12 +224,12 @@ async def test_a_rollout_that_goes_on_in_gyms_files_is_imported_further_until_it
     await gym_files.mark_incomplete("rollout-1", "lost")
     outcomes.append(await import_folder(store_url, folder))
     assert [report.rollouts[0].outcome for report in outcomes] == [
-        Outcome.IMPORTED,
-        Outcome.ALREADY_THERE,
-        Outcome.ADDED,
-        Outcome.ADDED,
-        Outcome.ALREADY_THERE,
-        Outcome.ADDED,
+        ImportOutcome.IMPORTED,
+        ImportOutcome.ALREADY_THERE,
+        ImportOutcome.ADDED,
+        ImportOutcome.ADDED,
+        ImportOutcome.ALREADY_THERE,
+        ImportOutcome.ADDED,
     ]
     assert all(report.is_clean for report in outcomes)
     theirs = await gym_files.freeze("rollout-1")
@@ -255,9 +255,9 @@ async def test_an_imported_ledger_has_gyms_manifest_and_resolves_as_gyms_does(
         await gym_ledger.record(_gym_commit(commit))
     await gym_ledger.record_failure("rollout-1", "call-3", "worker_capture_failed")
     (imported,) = (await import_folder(store_url, folder)).rollouts
-    assert (imported.outcome, imported.ledger_rows, imported.findings) == (Outcome.IMPORTED, 3, [])
+    assert (imported.outcome, imported.ledger_rows, imported.findings) == (ImportOutcome.IMPORTED, 3, [])
     (again,) = (await import_folder(store_url, folder)).rollouts
-    assert again.outcome is Outcome.ALREADY_THERE
+    assert again.outcome is ImportOutcome.ALREADY_THERE
     async with SqlLineageStore(store_url, run=RUN) as lineage:
         ours, theirs = await lineage.manifest("rollout-1"), await gym_ledger.manifest("rollout-1")
         assert RolloutManifest.model_validate(ours) == RolloutManifest.model_validate(theirs)

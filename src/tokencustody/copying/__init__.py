@@ -6,14 +6,14 @@ from tokencustody.lazy import names
 
 if TYPE_CHECKING:
     from tokencustody.copying.copier import Copier
-    from tokencustody.copying.deciding import Outcome
+    from tokencustody.copying.deciding import CopyOutcome
     from tokencustody.copying.report import CopiedRollout, CopyReport
 
 __all__ = [
     "CopiedRollout",
     "Copier",
+    "CopyOutcome",
     "CopyReport",
-    "Outcome",
 ]
 
 __getattr__ = names(
@@ -21,5 +21,5 @@ __getattr__ = names(
     CopiedRollout="copying.report",
     Copier="copying.copier",
     CopyReport="copying.report",
-    Outcome="copying.deciding",
+    CopyOutcome="copying.deciding",
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, bindparam, exists, func, insert, select, tuple_, update
 
-from tokencustody.copying.deciding import Decision, Outcome, decide
+from tokencustody.copying.deciding import CopyOutcome, Decision, decide
 from tokencustody.copying.report import CopiedRollout, CopyReport
 from tokencustody.copying.rows import DamagedRowError, Image, Spool, image_txn, proven_image_txn, row_key
 from tokencustody.database import registry
@@ -106,16 +106,18 @@ class Copier:
         with watch("copying", total) as advance:
             async for key, state in self._keys(wanted):
                 if state == FenceState.OPEN and not include_open:
-                    copied = _told(key, Outcome.LEFT_OUT, "it is open")
+                    copied = _told(key, CopyOutcome.LEFT_OUT, "it is open")
                 elif why := _held_up(marks, key):
-                    copied = _told(key, Outcome.LEFT_OUT, why)
+                    copied = _told(key, CopyOutcome.LEFT_OUT, why)
                 else:
                     copied = await self._copy(key, dry_run=dry_run, is_new=is_new)
                 report.add(copied)
                 unseen.discard(key.rollout_id)
                 advance(1)
         for rollout_id in sorted(unseen):
-            report.add(CopiedRollout(run or "", rollout_id, Outcome.FAILED, "the source has no such rollout"))
+            report.add(
+                CopiedRollout(run or "", rollout_id, CopyOutcome.FAILED, "the source has no such rollout")
+            )
         return report
 
     async def _reach(self, wanted: RolloutFilter, *, dry_run: bool) -> bool:
@@ -155,9 +157,9 @@ class Copier:
         source = await self._source.read(lambda connection: image_txn(connection, key))
         target = Image() if is_new else await self._target.image(key)
         decision = decide(source, target)
-        if decision.outcome is Outcome.ALREADY_THERE:
+        if decision.outcome is CopyOutcome.ALREADY_THERE:
             return await self._already_there(key, decision)
-        if dry_run or decision.outcome not in (Outcome.COPIED, Outcome.UPDATED):
+        if dry_run or decision.outcome not in (CopyOutcome.COPIED, CopyOutcome.UPDATED):
             return _told(key, decision.outcome, decision.reason)
         with Spool() as spool:
             try:
@@ -167,19 +169,21 @@ class Copier:
             except _RefusedError as exc:
                 return _told(key, exc.decision.outcome, exc.decision.reason)
             except DamagedRowError as exc:
-                return _told(key, Outcome.FAILED, f"{exc}: run `tokencustody verify`")
+                return _told(key, CopyOutcome.FAILED, f"{exc}: run `tokencustody verify`")
             except DamagedMarkError as exc:
-                return _told(key, Outcome.FAILED, f"in the target, {exc}")
-            if decide(source, held).outcome is not Outcome.ALREADY_THERE:
+                return _told(key, CopyOutcome.FAILED, f"in the target, {exc}")
+            if decide(source, held).outcome is not CopyOutcome.ALREADY_THERE:
                 return _told(
-                    key, Outcome.FAILED, "what the target gives back is not what was written: check its disk"
+                    key,
+                    CopyOutcome.FAILED,
+                    "what the target gives back is not what was written: check its disk",
                 )
             return CopiedRollout(
                 key.run,
                 key.rollout_id,
                 decision.outcome,
                 rows=len(decision.add),
-                bytes=spool.bytes if decision.outcome is Outcome.COPIED else 0,
+                bytes=spool.bytes if decision.outcome is CopyOutcome.COPIED else 0,
             )
 
     async def _already_there(self, key: RolloutKey, decision: Decision) -> CopiedRollout:
@@ -190,7 +194,7 @@ class Copier:
             side = "target"
             await self._target.proven_image(key)
         except DamagedRowError as exc:
-            return _told(key, Outcome.FAILED, f"in the {side}, {exc}: run `tokencustody verify`")
+            return _told(key, CopyOutcome.FAILED, f"in the {side}, {exc}: run `tokencustody verify`")
         return _told(key, decision.outcome, decision.reason)
 
 
@@ -221,7 +225,7 @@ class _Target(SqlStore):
         def work(connection: Connection) -> Decision:
             find_fence_txn(connection, key)
             decision = decide(source, image_txn(connection, key))
-            if decision.outcome is Outcome.CONFLICT:
+            if decision.outcome is CopyOutcome.CONFLICT:
                 raise _RefusedError(decision)
             _add_txn(connection, key, decision, spool)
             return decision
@@ -248,7 +252,7 @@ def _fence_txn(
     for row in new:
         if not connection.execute(insert_if_absent(connection, fences), row).rowcount:
             raise _RefusedError(
-                Decision(Outcome.CONFLICT, "somebody opened it in the target meanwhile; copy again")
+                Decision(CopyOutcome.CONFLICT, "somebody opened it in the target meanwhile; copy again")
             )
     for row in moved:
         changes = {name: value for name, value in row.items() if name not in key.columns()}
@@ -260,7 +264,7 @@ def _refuse_txn(connection: Connection, key: RolloutKey, row: dict[str, Any]) ->
     named = key.named(row["model_call_id"], begun=row["begun_at"], **refusal)
     if not connection.execute(_REFUSE, named).rowcount:
         raise _RefusedError(
-            Decision(Outcome.CONFLICT, f"the target holds other data in intents ({row['model_call_id']})")
+            Decision(CopyOutcome.CONFLICT, f"the target holds other data in intents ({row['model_call_id']})")
         )
 
 
@@ -282,7 +286,7 @@ def _held_up(marks: Spill | None, key: RolloutKey) -> str:
     return ""
 
 
-def _told(key: RolloutKey, outcome: Outcome, reason: str) -> CopiedRollout:
+def _told(key: RolloutKey, outcome: CopyOutcome, reason: str) -> CopiedRollout:
     return CopiedRollout(key.run, key.rollout_id, outcome, reason)
 
 

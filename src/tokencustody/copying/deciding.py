@@ -18,7 +18,7 @@ from tokencustody.states import FenceState
 _RECORDS = tuple(table for table in TABLES if table not in (*STAGED, exports, fences, snapshot_versions))
 
 
-class Outcome(StrEnum):
+class CopyOutcome(StrEnum):
     """What becomes of a rollout. `updated`: the target held an earlier state of it."""
 
     COPIED = "copied"
@@ -33,7 +33,7 @@ class Outcome(StrEnum):
 class Decision:
     """What to do: the rows to add, and whether the fence moves on, and with it intents that were refused since."""
 
-    outcome: Outcome
+    outcome: CopyOutcome
     reason: str = ""
     add: Set[RowKey] = frozenset()
     moves_fence: bool = False
@@ -43,18 +43,18 @@ class Decision:
 def decide(source: Image, target: Image) -> Decision:
     """Return what to do so that the target holds all that the source holds, and loses and overwrites nothing."""
     if not target.rows:
-        return Decision(Outcome.COPIED, add=source.rows.keys())
+        return Decision(CopyOutcome.COPIED, add=source.rows.keys())
     missing = source.rows.keys() - target.rows.keys()
     differing = {key for key, digest in source.rows.items() if target.rows.get(key, digest) != digest}
     is_behind = target.versions.items() <= source.versions.items()
     is_ahead = source.versions.items() <= target.versions.items()
     if not is_behind and not is_ahead:
-        return Decision(Outcome.CONFLICT, "the target's history of the rollout is another one")
+        return Decision(CopyOutcome.CONFLICT, "the target's history of the rollout is another one")
     may_differ = set()
     if is_behind != is_ahead:
         may_differ = differing & (source.of(fences).keys() | source.of(intents).keys())
     if changed := differing - may_differ:
-        return Decision(Outcome.CONFLICT, f"the target holds other data in {_listed(changed)}")
+        return Decision(CopyOutcome.CONFLICT, f"the target holds other data in {_listed(changed)}")
     staged = missing & source.of(*STAGED).keys()
     handed_over = missing & source.of(exports).keys()
     records = missing - staged
@@ -64,22 +64,22 @@ def decide(source: Image, target: Image) -> Decision:
     if not is_behind:
         if lacking := records - handed_over:
             return Decision(
-                Outcome.CONFLICT,
+                CopyOutcome.CONFLICT,
                 f"the rollout went on in the target, without {_listed(lacking)} of the source",
             )
         return _adding(staged | handed_over)
     grows = bool(records & source.of(*_RECORDS).keys()) or not is_ahead
     if grows and (extra := target.of(*_RECORDS).keys() - source.rows.keys()):
-        return Decision(Outcome.CONFLICT, f"the target holds {_listed(extra)} that the source lacks")
+        return Decision(CopyOutcome.CONFLICT, f"the target holds {_listed(extra)} that the source lacks")
     if not missing and is_ahead:
-        return Decision(Outcome.ALREADY_THERE)
+        return Decision(CopyOutcome.ALREADY_THERE)
     moves = not is_ahead and target.state is not None
     refused = may_differ & source.of(intents).keys() if moves else set()
-    return Decision(Outcome.UPDATED, add=missing, moves_fence=moves, refuse=refused)
+    return Decision(CopyOutcome.UPDATED, add=missing, moves_fence=moves, refuse=refused)
 
 
 def _adding(missing: Set[RowKey]) -> Decision:
-    return Decision(Outcome.UPDATED if missing else Outcome.ALREADY_THERE, add=missing)
+    return Decision(CopyOutcome.UPDATED if missing else CopyOutcome.ALREADY_THERE, add=missing)
 
 
 def _listed(keys: Set[RowKey]) -> str:

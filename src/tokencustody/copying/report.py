@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokencustody.copying.deciding import Outcome
+from tokencustody.copying.deciding import CopyOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class CopiedRollout:
 
     run: str
     rollout_id: str
-    outcome: Outcome
+    outcome: CopyOutcome
     reason: str = ""
     rows: int = 0
     bytes: int = 0
@@ -23,7 +23,7 @@ class CopiedRollout:
 class CopyReport:
     """Counts over all rollouts, and those of which a person should know."""
 
-    outcomes: dict[Outcome, int] = field(default_factory=dict)
+    outcomes: dict[CopyOutcome, int] = field(default_factory=dict)
     rows: int = 0
     bytes: int = 0
     notable: list[CopiedRollout] = field(default_factory=list)
@@ -33,10 +33,10 @@ class CopyReport:
         self.outcomes[copied.outcome] = self.outcomes.get(copied.outcome, 0) + 1
         self.rows += copied.rows
         self.bytes += copied.bytes
-        if copied.outcome in (Outcome.CONFLICT, Outcome.FAILED, Outcome.LEFT_OUT):
+        if copied.outcome in (CopyOutcome.CONFLICT, CopyOutcome.FAILED, CopyOutcome.LEFT_OUT):
             self.notable.append(copied)
 
     @property
     def is_clean(self) -> bool:
         """Whether there was no conflict and no failure; rollouts that are open may have been left out."""
-        return not self.outcomes.keys() & {Outcome.CONFLICT, Outcome.FAILED}
+        return not self.outcomes.keys() & {CopyOutcome.CONFLICT, CopyOutcome.FAILED}

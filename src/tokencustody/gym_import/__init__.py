@@ -6,23 +6,29 @@ from tokencustody.lazy import names
 
 if TYPE_CHECKING:
     from tokencustody.gym_import.importing import GymImporter
-    from tokencustody.gym_import.report import Finding, FindingKind, ImportedRollout, ImportReport, Outcome
+    from tokencustody.gym_import.report import (
+        FindingKind,
+        ImportedRollout,
+        ImportFinding,
+        ImportOutcome,
+        ImportReport,
+    )
 
 __all__ = [
-    "Finding",
     "FindingKind",
     "GymImporter",
+    "ImportFinding",
+    "ImportOutcome",
     "ImportReport",
     "ImportedRollout",
-    "Outcome",
 ]
 
 __getattr__ = names(
     __name__,
-    Finding="gym_import.report",
+    ImportFinding="gym_import.report",
     FindingKind="gym_import.report",
     GymImporter="gym_import.importing",
     ImportReport="gym_import.report",
     ImportedRollout="gym_import.report",
-    Outcome="gym_import.report",
+    ImportOutcome="gym_import.report",
 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from tokencustody.gym_import import Finding, ImportReport
+    from tokencustody.gym_import import ImportFinding, ImportReport
 
 _ROWS_FOR_A_PERSON = 100
 _INTERRUPTED = "what was imported stays; run the command again to go on"
@@ -104,20 +104,21 @@ def _findings(report: ImportReport) -> Table:
     return table
 
 
-def _cells(finding: Finding, rollout_id: str) -> list[Text]:
+def _cells(finding: ImportFinding, rollout_id: str) -> list[Text]:
     line = "" if finding.line is None else f"{finding.line:,}"
     cells = (finding.file or rollout_id, line, finding.model_call_id or "", finding.kind, finding.reason)
     return [literal(cell) for cell in cells]
 
 
 def _summary(report: ImportReport, *, dry_run: bool) -> str:
-    from tokencustody.gym_import import FindingKind, Outcome
+    from tokencustody.gym_import import FindingKind, ImportOutcome
 
     outcomes = Counter(each.outcome for each in report.rollouts)
     words = ", ".join(f"{count:,} {outcome.replace('_', ' ')}" for outcome, count in sorted(outcomes.items()))
     calls = plural(sum(each.added for each in report.rollouts), "call")
     lost = sum(
-        FindingKind.LOST in each.counts and each.outcome is not Outcome.FAILED for each in report.rollouts
+        FindingKind.LOST in each.counts and each.outcome is not ImportOutcome.FAILED
+        for each in report.rollouts
     )
     masked = f"; {lost:,} masked, for something of them was lost" if lost else ""
     would = "it would be: " if dry_run else ""

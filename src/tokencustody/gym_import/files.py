@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tokencustody.errors import InvalidRecordError, RolloutNotFoundError, StoreUnavailableError
-from tokencustody.gym_import.report import Finding, FindingKind
+from tokencustody.gym_import.report import FindingKind, ImportFinding
 from tokencustody.ids import check_rollout_id
 from tokencustody.store.base import DEFAULT_MAX_ENTRY_BYTES
 
@@ -142,14 +142,14 @@ _FIELD_OF_SUFFIX = dict(
 )
 
 
-def scan(folder: Path, wanted: Callable[[str], bool]) -> tuple[list[RolloutFiles], list[Finding]]:
+def scan(folder: Path, wanted: Callable[[str], bool]) -> tuple[list[RolloutFiles], list[ImportFinding]]:
     """Return the rollouts of a folder that are wanted, in the order of their ids, and what belongs to no rollout.
 
     A rollout of which only the lock is left was deleted, and is none. Raises StoreUnavailableError, and
     RolloutNotFoundError for a folder without any file of the store.
     """
     found: dict[str, dict[str, Path]] = {}
-    strangers: list[Finding] = []
+    strangers: list[ImportFinding] = []
     try:
         with os.scandir(folder) as found_in_folder:
             entries = list(found_in_folder)
@@ -176,7 +176,7 @@ def scan(folder: Path, wanted: Callable[[str], bool]) -> tuple[list[RolloutFiles
                     found.setdefault(rollout_id, {})[_FIELD_OF_SUFFIX[suffix]] = Path(entry.path)
                 continue
             kind = FindingKind.LOST
-        strangers.append(Finding(kind, entry.name, None, None, problem))
+        strangers.append(ImportFinding(kind, entry.name, None, None, problem))
     rollouts = [RolloutFiles(name, **files) for name, files in found.items() if files.keys() - {"lock"}]
     return (
         sorted(rollouts, key=lambda each: each.rollout_id),

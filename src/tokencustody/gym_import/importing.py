@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from tokencustody.database.folders import local_path
 from tokencustody.errors import CorruptEntryError, DamagedMarkError, InvalidRecordError, RolloutNotFoundError
 from tokencustody.gym_import.files import RolloutFiles, UnreadableFileError, scan
-from tokencustody.gym_import.report import FindingKind, ImportedRollout, ImportReport, Outcome
+from tokencustody.gym_import.report import FindingKind, ImportedRollout, ImportOutcome, ImportReport
 from tokencustody.gym_import.walking import RefusedError, Walk
 from tokencustody.schema import migrate
 from tokencustody.schema.tables import fences
@@ -97,7 +97,7 @@ class GymImporter(SqlStore):
                 if is_new:
                     return walk(None, writes=False)
                 found = await self._database.read(look)
-                if found is not None and (dry_run or found.outcome is not Outcome.ADDED):
+                if found is not None and (dry_run or found.outcome is not ImportOutcome.ADDED):
                     return found
                 return await self._write_after_marks(key, lambda connection: walk(connection, writes=True))
         except RefusedError as exc:
@@ -114,6 +114,6 @@ class GymImporter(SqlStore):
 
 
 def _failed(rollout_id: str, reason: str) -> ImportedRollout:
-    failed = ImportedRollout(rollout_id, Outcome.FAILED)
+    failed = ImportedRollout(rollout_id, ImportOutcome.FAILED)
     failed.find(FindingKind.LOST, "", None, None, reason)
     return failed

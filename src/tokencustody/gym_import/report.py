@@ -23,7 +23,7 @@ class FindingKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ImportFinding:
     """Something in a folder that was not imported as it stands: the file's name, the line from 1, the call, and why."""
 
     kind: FindingKind
@@ -33,7 +33,7 @@ class Finding:
     reason: str
 
 
-class Outcome(StrEnum):
+class ImportOutcome(StrEnum):
     """What became of a rollout. `added`: the rollout was there, and what it lacked was added."""
 
     IMPORTED = "imported"
@@ -52,13 +52,13 @@ class ImportedRollout:
     """
 
     rollout_id: str
-    outcome: Outcome = Outcome.ALREADY_THERE
+    outcome: ImportOutcome = ImportOutcome.ALREADY_THERE
     state: str = "open"
     incomplete: bool = False
     calls: int = 0
     added: int = 0
     ledger_rows: int = 0
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ImportFinding] = field(default_factory=list)
     counts: dict[FindingKind, int] = field(default_factory=dict)
 
     def find(
@@ -67,7 +67,7 @@ class ImportedRollout:
         """Add a finding."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if len(self.findings) < MOST_FINDINGS:
-            self.findings.append(Finding(kind, file, line, model_call_id, reason))
+            self.findings.append(ImportFinding(kind, file, line, model_call_id, reason))
 
     def has(self, kind: FindingKind) -> bool:
         """Return whether there was any finding of this kind."""
@@ -76,7 +76,7 @@ class ImportedRollout:
     @property
     def is_clean(self) -> bool:
         """Whether the database now holds all that the files hold, or with a dry run would."""
-        return self.outcome is not Outcome.FAILED and self.counts.keys() <= {FindingKind.NOTE}
+        return self.outcome is not ImportOutcome.FAILED and self.counts.keys() <= {FindingKind.NOTE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ImportReport:
     """All rollouts of a folder in the order of their ids, and what in it belongs to none."""
 
     rollouts: Sequence[ImportedRollout]
-    strangers: Sequence[Finding]
+    strangers: Sequence[ImportFinding]
 
     @property
     def is_clean(self) -> bool:

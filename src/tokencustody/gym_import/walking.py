@@ -20,7 +20,7 @@ from tokencustody.gym_import.findings import Findings
 from tokencustody.gym_import.held import Held
 from tokencustody.gym_import.ledger import new_ledger_rows
 from tokencustody.gym_import.records import UnreadableLineError, digest_problem, read_entry
-from tokencustody.gym_import.report import FindingKind, ImportedRollout, Outcome
+from tokencustody.gym_import.report import FindingKind, ImportedRollout, ImportOutcome
 from tokencustody.gym_import.verdict import Verdict
 from tokencustody.ids import is_call_id
 from tokencustody.lineage import FINGERPRINT_VERSIONS
@@ -97,14 +97,14 @@ class Walk:
             self._found.rollout.state = "retired" if state.retired else "frozen" if state.frozen else "open"
         self._settle(connection, state, None if is_new and self._is_untouched() else self._held.fence)
         if self._found.rollout.has(_CONFLICT):
-            self._found.rollout.outcome = Outcome.CONFLICT
+            self._found.rollout.outcome = ImportOutcome.CONFLICT
             self._found.rollout.added = 0
             if self._writes:
                 raise RefusedError(self._found.rollout)
         elif is_new:
-            self._found.rollout.outcome = Outcome.IMPORTED
+            self._found.rollout.outcome = ImportOutcome.IMPORTED
         elif self._changes:
-            self._found.rollout.outcome = Outcome.ADDED
+            self._found.rollout.outcome = ImportOutcome.ADDED
         return self._found.rollout
 
     def _settle(self, connection: Connection | None, state: State | None, held: Fence | None) -> None:
