@@ -15,10 +15,10 @@ import pytest
 
 from tests.verify.verifying import RUN, fill
 from tokencustody.database.url import parse_url
+from tokencustody.schema.tables import OF_ROLLOUTS
 from tokencustody.txn.fence import RolloutKey
 from tokencustody.verify import running, verify
 from tokencustody.verify.rollouts import Verifier
-from tokencustody.verify.rows import TABLES
 
 _KEYS = {"run", "rollout_id"}
 # Nothing else in the database says the same, or not for every row; docs and README name them too.
@@ -69,7 +69,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 def _flips(file: sqlite3.Connection, rng: random.Random) -> Iterator[tuple[str, str, RolloutKey]]:
     """Flip a bit of each value, yield where, and flip it back."""
-    for table in TABLES:
+    for table in OF_ROLLOUTS:
         for rowid, *values in file.execute(f"SELECT rowid, * FROM {table.name}").fetchall():
             for column, value in zip(table.columns, values, strict=True):
                 if value in (None, "", b""):

@@ -129,13 +129,12 @@ async def _delete_runs(url: str, run: str) -> None:
 
 
 def _deleting(run: str) -> list[str]:
-    from tokencustody.schema.tables import metadata
+    from tokencustody.schema.tables import OF_ROLLOUTS
 
     return [
         f"DELETE FROM {table.name} WHERE run IN ('{run}', '{_other(run)}')"  # noqa: S608 - the name is ours
         # What refers to another table first.
-        for table in reversed(metadata.sorted_tables)
-        if "run" in table.c
+        for table in reversed(OF_ROLLOUTS)
     ]
 
 

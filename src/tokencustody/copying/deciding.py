@@ -10,12 +10,12 @@ from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tokencustody.copying.rows import STAGED, TABLES, Image, RowKey
-from tokencustody.schema.tables import exports, fences, intents, snapshot_versions
+from tokencustody.copying.rows import STAGED, Image, RowKey
+from tokencustody.schema.tables import OF_ROLLOUTS, exports, fences, intents, snapshot_versions
 from tokencustody.states import FenceState
 
 # What no row may be missing from, or be too many in, when a fence moves on.
-_RECORDS = tuple(table for table in TABLES if table not in (*STAGED, exports, fences, snapshot_versions))
+_RECORDS = tuple(table for table in OF_ROLLOUTS if table not in (*STAGED, exports, fences, snapshot_versions))
 
 
 class CopyOutcome(StrEnum):

@@ -13,19 +13,17 @@ from typing import Any, Self
 from sqlalchemy import Column, Connection, LargeBinary, Row, Table, cast, func, literal, select, tuple_
 
 from tokencustody.schema.tables import (
+    OF_ROLLOUTS,
     entries,
     fences,
-    metadata,
     snapshot_versions,
     staged_attachments,
     staged_calls,
 )
 from tokencustody.txn.fence import RolloutKey, of_rollout
 
-# Every table that belongs to rollouts, each after those it refers to.
-TABLES = tuple(table for table in metadata.sorted_tables if "run" in table.c)
 STAGED = (staged_calls, staged_attachments)
-BY_NAME = {table.name: table for table in TABLES}
+BY_NAME = {table.name: table for table in OF_ROLLOUTS}
 
 _PAGE_ROWS = 256
 _PAGE_BYTES = 8 * 2**20
@@ -124,7 +122,7 @@ def _image(connection: Connection, key: RolloutKey, spool: Spool | None, *, with
     image = Image()
     if spool is not None:
         spool.empty()  # of an earlier try
-    for table in TABLES:
+    for table in OF_ROLLOUTS:
         for page in _pages_txn(connection, key, table, with_bytes=with_bytes):
             for row in page:
                 if with_bytes:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from sqlalchemy import Table
 
 from tokencustody.schema.tables import (
+    OF_ROLLOUTS,
     entries,
     exports,
     failures,
@@ -23,7 +24,6 @@ from tokencustody.schema.tables import (
     intents,
     ledger_calls,
     ledger_failures,
-    metadata,
     snapshot_versions,
     staged_attachments,
     staged_calls,
@@ -48,7 +48,7 @@ class Access:
     delete: bool = False
 
 
-SECURED = tuple(table for table in metadata.sorted_tables if "run" in table.c)
+SECURED = OF_ROLLOUTS
 # What every store reads when it is opened.
 OPENING = (wire_schema.name, "alembic_version")
 # Columns that hold token ids, log probabilities or what came with them.

@@ -334,5 +334,8 @@ staged_attachments = Table(
     CheckConstraint("length(row_sha256) = 64", name="ck_staged_attachments_row_sha256"),
 )
 
+# Every table that belongs to rollouts, each after those it refers to.
+OF_ROLLOUTS = tuple(table for table in metadata.sorted_tables if "run" in table.c)
+
 # As bytes even when somebody's UPDATE, or a flipped bit, turned SQLite's BLOB into TEXT: its hash then tells.
 stored_payload = cast(entries.c.payload, LargeBinary).label("payload")

@@ -33,13 +33,10 @@ from tokencustody.database.dialects import is_postgresql
 from tokencustody.errors import InvalidRecordError
 from tokencustody.ids import check_rollout_id
 from tokencustody.schema.tables import (
-    entries,
-    exports,
+    OF_ROLLOUTS,
     failures,
     fences,
-    intents,
     ledger_calls,
-    ledger_failures,
     snapshot_versions,
     staged_attachments,
     staged_calls,
@@ -49,18 +46,6 @@ from tokencustody.txn.fence import RolloutKey, of_rollout
 from tokencustody.txn.selection import RolloutFilter, select_fences
 from tokencustody.verify.findings import Found, Rule
 
-TABLES = (
-    fences,
-    snapshot_versions,
-    failures,
-    intents,
-    entries,
-    exports,
-    ledger_calls,
-    ledger_failures,
-    staged_calls,
-    staged_attachments,
-)
 _LIKE = {
     fences.c.state: FenceState,
     snapshot_versions.c.event: VersionEvent,
@@ -87,7 +72,7 @@ def _raw(columns: Sequence[Column[Any]]) -> list[Any]:
 
 _SELECT = {
     table: select(*_raw(list(table.columns))).where(of_rollout(table)).order_by(*table.primary_key.columns)
-    for table in TABLES
+    for table in OF_ROLLOUTS
 }
 
 
@@ -205,7 +190,7 @@ def select_keys(wanted: RolloutFilter, after: RolloutKey | None = None, limit: i
     """Return the keys that are meant, from `after` on, at most `limit`: those of fences and of any row without one."""
     asks_fences = (wanted.state, wanted.incomplete, wanted.before, wanted.exported) != (None,) * 4
     each = []
-    for table in (fences,) if asks_fences else TABLES:
+    for table in (fences,) if asks_fences else OF_ROLLOUTS:
         if table is fences:
             keys = select_fences(wanted).with_only_columns(fences.c.run, fences.c.rollout_id)
         else:
