@@ -56,25 +56,12 @@ class SqliteEngines(Engines):
         self._opened = opened_file(key.url, self)
         patience = min(key.deadline, LONGEST_BUSY_WAIT)
         options = {"max_overflow": 0, "pool_timeout": key.deadline}
-        self._writer = _Threads(
-            _engine(key.url, patience, begin="BEGIN IMMEDIATE", pool_size=1, **options),
-            1,
-            self._opened,
-            patience,
+        writer = _engine(key.url, patience, begin="BEGIN IMMEDIATE", pool_size=1, **options)
+        readers = _engine(
+            key.url, patience, begin="BEGIN", read_only=key.read_only, pool_size=key.pool_size, **options
         )
-        self._readers = _Threads(
-            _engine(
-                key.url,
-                patience,
-                begin="BEGIN",
-                read_only=key.read_only,
-                pool_size=key.pool_size,
-                **options,
-            ),
-            key.pool_size,
-            self._opened,
-            patience,
-        )
+        self._writer = _Threads(writer, 1, self._opened, patience)
+        self._readers = _Threads(readers, key.pool_size, self._opened, patience)
 
     @property
     def file(self) -> File | None:
@@ -381,21 +368,18 @@ def _engine(url: DatabaseUrl, patience: float, *, begin: str, **options: Any) ->
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _record: object) -> None:
-        cursor = connection.cursor()
         try:
-            cursor.execute("PRAGMA foreign_keys = ON")
+            connection.execute("PRAGMA foreign_keys = ON").close()
             if writes:
-                cursor.execute("PRAGMA journal_mode = WAL")
-                mode = cursor.fetchone()[0]
+                (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
                 if mode != "wal":
                     raise DurabilityError(
                         f"{url.display} cannot use a write-ahead log (its journal mode is {mode}): custody needs a "
                         "local file system"
                     )
-                cursor.execute(f"PRAGMA journal_size_limit = {LARGEST_LOG}")
+                connection.execute(f"PRAGMA journal_size_limit = {LARGEST_LOG}").close()
             else:
-                cursor.execute("PRAGMA query_only = ON")
-            cursor.close()
+                connection.execute("PRAGMA query_only = ON").close()
         except BaseException:
             # The pool forgets a connection that fails here.
             connection.close()
