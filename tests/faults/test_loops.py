@@ -93,7 +93,9 @@ def test_a_store_whose_loops_come_and_go_in_other_threads_keeps_serving_and_clos
         with LoopThread() as leaving:
             leaving.run(sink.put(make_entry(model_call_id="leaving")))
             # In its own loop: connections cannot be closed without it.
-            (engines,) = [held for (_, loop), held in sink._database._held.items() if loop is leaving.loop]
+            (engines,) = [
+                held for (_, loop), held in sink._database._held._held.items() if loop is leaving.loop
+            ]
             leaving.run(engines.dispose())
         with LoopThread() as last:
             last.run(sink.put(make_entry(model_call_id="last")))
@@ -126,7 +128,7 @@ def test_a_close_from_another_loop_waits_for_the_calls_in_flight_and_refuses_lat
         closes = [
             asyncio.run_coroutine_threadsafe(store.close(), loop.loop) for loop in (closing, closing, working)
         ]
-        while not store.sink._database._closed:
+        while not store.sink._database._held._closed:
             pass
         with pytest.raises(StoreClosedError):
             working.run(store.sink.put(make_entry(model_call_id="late")))
@@ -189,7 +191,7 @@ def test_a_close_after_a_first_use_that_came_too_late_ends(store_url: str) -> No
                 taken.set()
                 return found
 
-        held = sink._database._held = Held()
+        held = sink._database._held._held = Held()
         with pytest.raises(StoreClosedError):
             own.run(sink.put(make_entry()))
         own.run(sink.close())
@@ -231,7 +233,7 @@ def test_a_close_does_not_wait_for_a_loop_that_stops_while_it_closes(store_url: 
         stopping.loop.call_soon_threadsafe(block_and_stop)
         assert blocked.wait(30)
         closed = asyncio.run_coroutine_threadsafe(sink.close(), closing.loop)
-        while sink._database._held:
+        while sink._database._held._held:
             pass
         go_on.set()
         closed.result(30)

@@ -7,12 +7,10 @@ committed. `write_together` lets concurrent calls of one kind share a transactio
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,13 +33,13 @@ from tokencustody.database.engine import (
     forget_error,
 )
 from tokencustody.database.faults import Fault, classify, damage, reach, reach_beside, unavailable
+from tokencustody.database.held import HeldEngines
 from tokencustody.database.postgresql import PostgresqlEngines, Statement
 from tokencustody.database.sqlite_files import gone
 from tokencustody.database.url import DatabaseUrl
 from tokencustody.errors import (
     InvalidRecordError,
     PayloadConflictError,
-    StoreClosedError,
     TokenCaptureFrozenError,
 )
 from tokencustody.states import Isolation
@@ -114,10 +112,7 @@ class Database:
         self._key = EngineKey(url, pool_size, deadline, read_only, Isolation(isolation))
         # The SQLite file that this store has used, in whatever loop or process.
         self._file: Hashable = None
-        self._held: dict[tuple[int, asyncio.AbstractEventLoop], Engines] = {}
-        # What is told when those of a loop are released.
-        self._leaving: dict[tuple[int, asyncio.AbstractEventLoop], Future[None]] = {}
-        self._closed = False
+        self._held = HeldEngines(self._key)
 
     def _make_ready(self) -> None:
         """Import or make what the first call would: see `_making`."""
@@ -128,7 +123,7 @@ class Database:
     @contextmanager
     def doors(self) -> Iterator[Doors]:
         """Open the doors for one call of a store, however many transactions it takes; `close` waits for it."""
-        engines = self._engines()
+        engines = self._held.take()
         with engines.in_use():
             try:
                 yield Doors(self, engines)
@@ -155,61 +150,11 @@ class Database:
 
     async def close(self) -> None:
         """Release this store's engines, in whichever running loop it was used. Idempotent."""
-        self._closed = True
-        for held in list(self._held):
-            released = self._leaving.setdefault(held, Future())
-            # Another thread may close it too.
-            engines = self._held.pop(held, None)
-            pid, loop = held
-            # What another process opened, or a loop that runs no more, is out of reach.
-            if engines is not None and pid == os.getpid() and loop.is_running():
-                await self._release_in(loop, engines, released)
-        # Which may be another thread that does so in this loop, and the loop must not end before. A caller who is
-        # cancelled would cancel it for every other.
-        if leaving := self._leaving.get((os.getpid(), asyncio.get_running_loop())):
-            await asyncio.shield(asyncio.wrap_future(leaving))
-
-    async def _release_in(
-        self, loop: asyncio.AbstractEventLoop, engines: Engines, released: Future[None]
-    ) -> None:
-        if loop is asyncio.get_running_loop():
-            self._release_here(engines, released)
-            return
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._release_here, engines, released)
-        # A loop that stops meanwhile releases nothing, and tells nobody.
-        waiting = asyncio.wrap_future(released)
-        while loop.is_running() and not waiting.done():
-            await asyncio.wait([waiting], timeout=_LONGEST_PAUSE)
-        if waiting.done():
-            waiting.result()
-
-    def _release_here(self, engines: Engines, released: Future[None]) -> None:
-        releasing = asyncio.ensure_future(registry.release(self._key, engines))
-        releasing.add_done_callback(partial(_tell, released))
-
-    def _engines(self) -> Engines:
-        if self._closed:
-            raise self._is_closed()
-        here = (os.getpid(), asyncio.get_running_loop())
-        engines = self._held.get(here)
-        if engines is None:
-            # Never replaced: another thread may be putting in the engines of its loop.
-            for held in list(self._held):
-                if held[1].is_closed():
-                    self._held.pop(held, None)
-            engines = self._held[here] = registry.acquire(self._key)
-            if self._closed and self._held.pop(here, None) is not None:
-                self._release_here(engines, self._leaving.setdefault(here, Future()))
-                raise self._is_closed()
-        return engines
-
-    def _is_closed(self) -> StoreClosedError:
-        return StoreClosedError(f"the store on {self.url.display} is closed")
+        await self._held.close()
 
     @property
     def gathers(self) -> bool:
-        """Whether calls share transactions, or at least statements: a distributed PostgreSQL takes plain ones only."""
+        """Whether calls share transactions, or at least statements that are transactions by themselves."""
         if self.url.is_sqlite:
             return True
         return self._coalesce is not Coalesce.ROLLOUT and self._key.isolation is not Isolation.SERIALIZABLE
@@ -341,14 +286,6 @@ class Database:
             await self._find_tables(engines)
             registry.remember(self.url, await engines.identify())
             engines.checked = True
-
-
-def _tell(released: Future[None], releasing: asyncio.Future[None]) -> None:
-    error = None if releasing.cancelled() else releasing.exception()
-    if error is None:
-        released.set_result(None)
-    else:
-        released.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
