@@ -243,6 +243,18 @@ def test_a_close_does_not_wait_for_a_loop_that_stops_while_it_closes(store_url: 
     assert open_engines() == []
 
 
+def test_what_a_loop_that_does_not_run_holds_is_released_by_a_close_in_it(store_url: str) -> None:
+    loop = asyncio.new_event_loop()
+    store = open_store(store_url)
+    loop.run_until_complete(store.sink.put(make_entry()))
+    asyncio.run(store.close())
+    assert open_engines()
+    loop.run_until_complete(asyncio.wait_for(store.close(), 60))
+    assert not open_engines()
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
 async def everything_else() -> None:
     await asyncio.sleep(0)
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))

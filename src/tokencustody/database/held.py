@@ -44,15 +44,20 @@ class HeldEngines:
         return engines
 
     async def close(self) -> None:
-        """Release all of them, in whichever running loop they were taken. Idempotent."""
+        """Release all of them, in whichever running loop they were taken. Idempotent.
+
+        Where a loop does not run, its engines are released by the next close in it.
+        """
         self._closed = True
         for held in list(self._held):
+            pid, loop = held
+            # What another process opened is out of reach, and what a loop that does not run, until it is closed there.
+            if pid != os.getpid() or not loop.is_running():
+                continue
             released = self._leaving.setdefault(held, Future())
             # Another thread may close it too.
             engines = self._held.pop(held, None)
-            pid, loop = held
-            # What another process opened, or a loop that runs no more, is out of reach.
-            if engines is not None and pid == os.getpid() and loop.is_running():
+            if engines is not None:
                 await self._release_in(loop, engines, released)
         # Which may be another thread that does so in this loop, and the loop must not end before. A caller who is
         # cancelled would cancel it for every other.
