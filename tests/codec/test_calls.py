@@ -8,6 +8,7 @@ import math
 import random
 import struct
 from array import array
+from enum import IntEnum
 from typing import Any
 from uuid import UUID
 
@@ -279,6 +280,29 @@ def broken(**fields: Any) -> TokenEntry:
     return entry
 
 
+async def test_an_id_that_equals_an_integer_is_stored_as_that_integer(store: CaptureStore) -> None:
+    await store.sink.put(broken(prompt_token_ids=[True, False, IntEnum("Token", {"end": 7}).end]))
+    await store.sink.put(broken(prompt_token_ids=[1, 0, 7]))
+    (read,) = (await store.source.freeze("rollout-1")).entries
+    assert [(type(token), token) for token in read.prompt_token_ids] == [(int, 1), (int, 0), (int, 7)]
+
+
+async def test_lists_that_change_while_a_call_is_on_its_way_are_stored_as_they_were(
+    store: CaptureStore, faults: dict[str, Any]
+) -> None:
+    entry = make_entry(prompt=[1, 2, 3])
+
+    async def change() -> None:
+        entry.prompt_token_ids[0] = 9
+        entry.generation_log_probs.clear()
+
+    faults["before commit"] = change
+    await store.sink.put(entry)
+    faults.clear()
+    (read,) = (await store.source.freeze("rollout-1")).entries
+    assert (read.prompt_token_ids, len(read.generation_log_probs)) == ([1, 2, 3], 3)
+
+
 def deep_nest() -> list[Any]:
     nest: list[Any] = []
     for _ in range(5000):
@@ -317,14 +341,22 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "id below zero": (broken(prompt_token_ids=[1, -1]), "prompt_token_ids"),
     "generated id below zero": (broken(generation_token_ids=[1, 2, -1]), "generation_token_ids"),
     "prompt id of 2^64": (broken(prompt_token_ids=[1, 2**64]), "prompt_token_ids"),
-    "generated id that is a boolean": (broken(generation_token_ids=[1, True, 3]), r"generation_token_ids\.1"),
+    "generated id that is missing": (broken(generation_token_ids=[1, None, 3]), r"generation_token_ids\.1"),
     "id of 2^64": (broken(generation_token_ids=[1, 2, 2**64]), "generation_token_ids"),
     "id that is a float": (broken(prompt_token_ids=[1.0]), r"prompt_token_ids\.0"),
-    "id that is a boolean": (broken(prompt_token_ids=[True]), r"prompt_token_ids\.0"),
     "id that is text": (broken(prompt_token_ids=["1"]), r"prompt_token_ids\.0"),
     "log probability that is text": (
         broken(generation_log_probs=["1", "2", "3"]),
         r"generation_log_probs\.0",
+    ),
+    "fewer log probabilities than ids": (
+        broken(generation_log_probs=[-1.0]),
+        "generation_log_probs has 1 values for 3 generation_token_ids",
+    ),
+    "ids as bytes": (broken(prompt_token_ids=b"12"), "prompt_token_ids: must be a list"),
+    "ids as a mapping": (
+        broken(generation_token_ids={1: 1, 2: 2, 3: 3}),
+        "generation_token_ids: must be a list",
     ),
     "log probability that is a boolean": (
         broken(generation_log_probs=[-1.0, True, -1.0]),

@@ -127,7 +127,7 @@ def assigned(name: str, value: Any) -> TokenEntry:
         (assigned("prompt_token_ids", [1, "2"]), "prompt_token_ids.1"),
         (assigned("prompt_token_ids", [-1]), "prompt_token_ids"),
         (assigned("prompt_token_ids", [2**64]), "prompt_token_ids"),
-        (assigned("generation_token_ids", [True, 2]), "generation_token_ids.0"),
+        (assigned("generation_token_ids", [None, 2]), "generation_token_ids.0"),
         (assigned("generation_log_probs", [-0.5]), "generation_log_probs has 1 values for 2"),
         (assigned("generation_log_probs", None), "generation_log_probs"),
         (assigned("token_item_index", 3), "token_item_index 3"),

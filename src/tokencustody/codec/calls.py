@@ -37,7 +37,7 @@ from pydantic import BaseModel, ValidationError
 from tokencustody.codec.exact_json import decode_json, encode_json
 from tokencustody.codec.id_columns import TYPECODES, PackedIds, decoded, little_endian, narrowest, widened
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
-from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry
+from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry, check_consistency
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
@@ -48,6 +48,7 @@ SHARED_CODEC_VERSION = 2
 _HEADER = struct.Struct("<BBBxQQ")
 _SHARED_HEADER = struct.Struct("<BBBxQQQ")
 _MAX_COLUMN_INT = 2**63 - 1
+_NO_TOKENS: dict[str, list[Any]] = {name: [] for name in TOKEN_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +163,22 @@ class StoredCall:
 def validated(entry: TokenEntry) -> TokenEntry:
     """Return a checked copy of `entry`, whose fields may have been assigned since it was made.
 
-    Raises InvalidRecordError that names the field.
+    It shares the three columns, whose elements `pack_entry` looks at, once. Raises InvalidRecordError that names the
+    field.
     """
     if not isinstance(entry, TokenEntry):
         raise InvalidRecordError(f"entry must be a TokenEntry, not {type(entry).__name__}")
-    try:
-        checked = TokenEntry.model_validate(_fields(entry))
-    except ValidationError as exc:
-        raise InvalidRecordError(first_problem(exc)) from None
+    fields = _fields(entry)
+    columns = {name: fields.get(name) for name in TOKEN_FIELDS}
+    if _is_packable(columns):
+        checked = _checked({**fields, **_NO_TOKENS})
+        checked.__dict__.update(columns)
+        try:
+            check_consistency(checked)
+        except ValueError as exc:
+            raise InvalidRecordError(str(exc)) from None
+    else:
+        checked = _checked(fields)
     for name in ("cum_len", "continuation_context_len", "fingerprint_version"):
         value = getattr(checked, name)
         if value is not None and not 0 <= value <= _MAX_COLUMN_INT:
@@ -177,16 +186,35 @@ def validated(entry: TokenEntry) -> TokenEntry:
     return checked
 
 
-def pack_entry(entry: TokenEntry) -> PackedEntry:
-    """Return the packed form of a validated entry.
+def _is_packable(columns: Mapping[str, Any]) -> bool:
+    """Return whether packing refuses in these columns what is no number, so that nobody else has to look."""
+    if any(type(column) is not list for column in columns.values()):
+        return False
+    # An array takes whatever can be made a float, such as True.
+    return set(map(type, columns["generation_log_probs"])) <= {float, int}
 
-    Raises InvalidRecordError, naming the field, for an id outside 0 … 2^64-1 and for a value that would not come
-    back from JSON as it was given (a tuple, bytes, a lone surrogate, a key that is no string).
+
+def _checked(fields: dict[str, Any]) -> TokenEntry:
+    try:
+        return TokenEntry.model_validate(fields)
+    except ValidationError as exc:
+        raise InvalidRecordError(first_problem(exc)) from None
+
+
+def pack_entry(entry: TokenEntry) -> PackedEntry:
+    """Return the packed form of a validated entry, as a snapshot of its columns.
+
+    An id True or False is packed as the 1 or 0 that it equals. Raises InvalidRecordError, naming the field, for an id
+    that is no integer or lies outside 0 … 2^64-1, and for a value that would not come back from JSON as it was given
+    (a tuple, bytes, a lone surrogate, a key that is no string).
     """
     try:
         prompt, generation = narrowest(entry.prompt_token_ids), narrowest(entry.generation_token_ids)
     except OverflowError:
         raise _out_of_range(entry) from None
+    except TypeError:
+        _checked(_fields(entry))
+        raise
     width = max(prompt.itemsize, generation.itemsize)
     fields = _fields(entry)
     for name in TOKEN_FIELDS:

@@ -8,7 +8,13 @@ from typing import Any, ClassVar
 
 from sqlalchemy import Connection, Row, select
 
-from tokencustody.codec.calls import PackedEntry, SharedPayload, differing_fields, without_prefix
+from tokencustody.codec.calls import (
+    PackedEntry,
+    SharedPayload,
+    differing_fields,
+    unpack_entry,
+    without_prefix,
+)
 from tokencustody.codec.chains import unpack_calls, unpack_chain, unpack_sequence_on
 from tokencustody.codec.id_columns import PackedIds
 from tokencustody.errors import CorruptEntryError, LineageError
@@ -63,8 +69,16 @@ class Put(Call):
         return new_call(key, self.entry, self.packed, self.new.stamp, found).row
 
     def differing_txn(self, connection: Connection) -> list[str]:
-        held = read_call_txn(connection, self.new.rollout, self.entry.model_call_id)
-        return differing_fields(held, self.entry)
+        call_id = self.entry.model_call_id
+        held = read_call_txn(connection, self.new.rollout, call_id)
+        # Not the entry itself, whose lists are its caller's and may have changed since they were packed.
+        given = unpack_entry(
+            self.packed.payload,
+            self.packed.sha256,
+            rollout_id=self.new.rollout.rollout_id,
+            model_call_id=call_id,
+        )
+        return differing_fields(held, given)
 
     def conflict_txn(self, connection: Connection, fence: Fence, fields: Sequence[str]) -> None:
         key, call_id = self.new.rollout, self.entry.model_call_id
