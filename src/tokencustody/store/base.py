@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import UTC, datetime
+from functools import cache
 from typing import Self, TypedDict
 
 from tokencustody.database.coalescing import Coalesce
@@ -83,8 +84,7 @@ class DatabaseClient:
     @property
     def written_by(self) -> str:
         """The name that this store's rows carry."""
-        # Not kept: a fork has another pid.
-        return self._writer or f"{socket.gethostname()}:{os.getpid()}"
+        return self._writer or _name_of(os.getpid())
 
     def stats(self) -> dict[str, int]:
         """Return what the stores on this database did in this process, by the names of `database.stats`."""
@@ -99,6 +99,12 @@ class DatabaseClient:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._database.url.display!r}, run={self.run!r})"
+
+
+@cache
+def _name_of(pid: int) -> str:
+    # By the pid, for a fork has another.
+    return f"{socket.gethostname()}:{pid}"
 
 
 class SqlStore(DatabaseClient):

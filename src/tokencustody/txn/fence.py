@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from secrets import token_hex
 from typing import Any
-from uuid import uuid4
 
 from sqlalchemy import (
     ColumnElement,
@@ -89,7 +89,7 @@ class Stamp:
     @classmethod
     def make(cls, at: datetime, by: str) -> Stamp:
         """Return a stamp with a new event id."""
-        return cls(at, by, uuid4().hex)
+        return cls(at, by, token_hex(16))
 
 
 @dataclass(frozen=True, slots=True)
