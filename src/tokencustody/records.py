@@ -11,19 +11,25 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
+    PlainSerializer,
     StrictBool,
     StrictInt,
     StrictStr,
+    WrapValidator,
     model_validator,
 )
+
+from tokencustody.columns import ColumnModel, as_list, float_column, id_column, ids_of, uint64s
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 SCHEMA_VERSION = 1
 DIGEST_VERSION = 1
@@ -49,8 +55,9 @@ def _text(value: Any) -> Any:
 
 def _only_a_list(values: Any) -> Any:
     if not isinstance(values, list | tuple):
+        instead = "; it has .tolist()" if hasattr(values, "tolist") else ""
         raise ValueError(
-            f"must be a list of plain numbers, not {type(values).__name__}; an array has .tolist()"
+            f"must be a list of plain numbers or an array of them, not {type(values).__name__}{instead}"
         )
     return values
 
@@ -58,6 +65,14 @@ def _only_a_list(values: Any) -> Any:
 _Number = TypeVar("_Number")
 # One complaint is enough: a list of 200,000 wrong ids would fill a log, ids included.
 _Column = Annotated[list[_Number], FailFast(), BeforeValidator(_only_a_list)]
+_Ids = Annotated[
+    _Column[StrictInt], WrapValidator(id_column), PlainSerializer(as_list, return_type=list[int])
+]
+_Floats = Annotated[
+    _Column[Annotated[float, Field(strict=True)]],
+    WrapValidator(float_column),
+    PlainSerializer(as_list, return_type=list[float]),
+]
 
 
 class ParentResolutionStatus(StrEnum):
@@ -68,12 +83,15 @@ class ParentResolutionStatus(StrEnum):
     UNRESOLVED = "unresolved"
 
 
-class TokenEntry(BaseModel):
+class TokenEntry(ColumnModel):
     """One complete record. Unknown fields are kept and round-trip.
 
     `prompt_token_ids` (ids of the whole prompt, or of its part after the parent when `prompt_is_delta`),
     `generation_token_ids` and `generation_log_probs` (natural logarithms, one per generated id) are lists of
-    plain Python numbers. `created_at` is in seconds since the epoch.
+    plain Python numbers, or one-dimensional arrays with the buffer protocol, such as NumPy's: integers of 1, 2, 4 or
+    8 bytes, float64 or float32, in any byte order. The entry keeps a copy of an array, made when the entry is, as an
+    `array.array`; it is stored, hashed, dumped and compared like the list of the same numbers. `created_at` is in
+    seconds since the epoch.
     """
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
@@ -82,9 +100,9 @@ class TokenEntry(BaseModel):
     rollout_id: StrictStr
     model_call_id: StrictStr
     model: StrictStr = ""
-    prompt_token_ids: _Column[StrictInt]
-    generation_token_ids: _Column[StrictInt]
-    generation_log_probs: _Column[Annotated[float, Field(strict=True)]]
+    prompt_token_ids: _Ids
+    generation_token_ids: _Ids
+    generation_log_probs: _Floats
     routed_experts: Any | None = None
     output_items: list[dict[str, Any]] = Field(default_factory=list)
     token_item_index: StrictInt | None = None
@@ -148,33 +166,32 @@ def check_parent(parent_call_id: str | None, resolution: ParentResolutionStatus 
         raise ValueError(f"parent_resolution is {resolution!s} but parent_call_id is set")
 
 
-def encode_uint64s(token_ids: Sequence[int], field: str = "token ids") -> bytes:
-    """Return the ids as consecutive big-endian unsigned 64-bit integers, without a count.
+def encode_uint64s(token_ids: Sequence[int] | Buffer, field: str = "token ids") -> bytes:
+    """Return the ids, a sequence or an array, as consecutive big-endian unsigned 64-bit integers, without a count.
 
-    Raises ValueError, naming `field`, for anything but plain integers from 0 to 2^64-1.
+    Raises ValueError, naming `field`, for anything but integers from 0 to 2^64-1, in a sequence plain ones.
     """
-    if not set(map(type, token_ids)) <= {int}:
-        raise ValueError(f"{field}: every id must be an integer")
-    try:
-        column = array("Q", token_ids)
-    except OverflowError:
-        raise ValueError(f"{field}: every id must lie between 0 and 2^64-1") from None
-    if sys.byteorder == "little":
-        column.byteswap()
-    return column.tobytes()
+    return _big_endian(uint64s(token_ids, field))
 
 
-def encode_token_ids(token_ids: Sequence[int]) -> bytes:
+def encode_token_ids(token_ids: Sequence[int] | Buffer) -> bytes:
     """Return the canonical token encoding: version byte 1, the count, then each id (big-endian, 64 bits).
 
     Raises ValueError for a negative id or one of 2^64 and more.
     """
-    return bytes((DIGEST_VERSION,)) + len(token_ids).to_bytes(8, "big") + encode_uint64s(token_ids)
+    encoded = encode_uint64s(token_ids)
+    return bytes((DIGEST_VERSION,)) + (len(encoded) // 8).to_bytes(8, "big") + encoded
 
 
-def compute_digest(token_ids: Sequence[int]) -> str:
+def compute_digest(token_ids: Sequence[int] | Buffer) -> str:
     """Return the SHA-256 (lowercase hex) that names a token sequence. No ids: the hash of the domain alone."""
     return digest_of_uint64s(encode_uint64s(token_ids))
+
+
+def _big_endian(column: array[int]) -> bytes:
+    if sys.byteorder == "little":
+        column.byteswap()
+    return column.tobytes()
 
 
 def digest_of_uint64s(encoded: bytes | memoryview) -> str:
@@ -191,11 +208,15 @@ def cumulative_tokens(entry: Any) -> list[int]:
 
     Raises ValueError for a delta entry, whose prompt begins in its parent.
     """
+    _refuse_delta(entry)
+    return [*ids_of(entry.prompt_token_ids), *ids_of(entry.generation_token_ids)]
+
+
+def _refuse_delta(entry: Any) -> None:
     if entry.prompt_is_delta:
         raise ValueError(
             f"model call {entry.model_call_id} has a delta prompt: its sequence needs its parent chain"
         )
-    return list(entry.prompt_token_ids) + list(entry.generation_token_ids)
 
 
 def stamp_lineage(
@@ -203,7 +224,7 @@ def stamp_lineage(
     parent_call_id: str | None,
     *,
     parent_resolution: ParentResolutionStatus | None = None,
-    cumulative: list[int] | None = None,
+    cumulative: Sequence[int] | Buffer | None = None,
 ) -> TokenEntry:
     """Fill `cum_len`, `digest`, `parent_call_id` and `parent_resolution` of `entry` in place, and return it.
 
@@ -211,21 +232,22 @@ def stamp_lineage(
     Raises ValueError when `cumulative` disagrees with the entry's own arrays, or the parent with its resolution.
     """
     check_parent(parent_call_id, parent_resolution)
-    own = entry.prompt_token_ids + entry.generation_token_ids
+    own = uint64s(entry.prompt_token_ids, "prompt_token_ids")
+    own += uint64s(entry.generation_token_ids, "generation_token_ids")
+    if cumulative is None:
+        _refuse_delta(entry)
+    sequence = own if cumulative is None else uint64s(cumulative, "cumulative")
     if not entry.prompt_is_delta:
-        if cumulative is not None and cumulative != own:
+        if sequence != own:
             raise ValueError(
                 f"model call {entry.model_call_id}: cumulative disagrees with prompt and generation"
             )
-        cumulative = own
-    elif cumulative is None:
-        cumulative = cumulative_tokens(entry)
-    elif cumulative[len(cumulative) - len(own) :] != own or len(cumulative) < len(own):
+    elif len(sequence) < len(own) or sequence[len(sequence) - len(own) :] != own:
         raise ValueError(
             f"model call {entry.model_call_id}: cumulative does not end with the entry's own arrays"
         )
-    entry.cum_len = len(cumulative)
-    entry.digest = compute_digest(cumulative)
+    entry.cum_len = len(sequence)
+    entry.digest = digest_of_uint64s(_big_endian(sequence))
     entry.parent_call_id = parent_call_id
     entry.parent_resolution = parent_resolution
     return entry

@@ -362,7 +362,10 @@ MALFORMED: dict[str, tuple[Any, str]] = {
         broken(generation_log_probs=[-1.0, True, -1.0]),
         r"generation_log_probs\.1",
     ),
-    "log probabilities in an array": (broken(generation_log_probs=array("d", [1, 2, 3])), "must be a list"),
+    "log probabilities in an array of integers": (
+        broken(generation_log_probs=array("i", [1, 2, 3])),
+        "generation_log_probs: the elements of an array must be float64 or float32",
+    ),
     "log probability that is missing": (broken(generation_log_probs=[None] * 3), r"generation_log_probs\.0"),
     "lists of different length": (
         broken(generation_log_probs=[-1.0]),

@@ -1,6 +1,5 @@
 import hashlib
 import struct
-from array import array
 from typing import Any
 
 import pytest
@@ -249,17 +248,6 @@ def test_a_carrier_that_lacks_one_of_the_lists_is_refused_by_its_name(missing: s
     tokens = {field: None if field == missing else [1] for field in TOKEN_FIELDS}
     with pytest.raises(ValueError, match=missing):
         extract_token_fields({"choices": [{"message": tokens}]})
-
-
-@pytest.mark.parametrize("field", ["prompt_token_ids", "generation_token_ids", "generation_log_probs"])
-def test_an_array_instead_of_a_list_is_refused_with_what_to_do(field: str) -> None:
-    lists: dict[str, Any] = {
-        "prompt_token_ids": [1],
-        "generation_token_ids": [2],
-        "generation_log_probs": [-0.5],
-    }
-    with pytest.raises(ValueError, match=rf"{field}[\s\S]*not array; an array has \.tolist\(\)"):
-        TokenEntry(rollout_id="r", model_call_id="c", **(lists | {field: array("d", [1.0])}))
 
 
 def test_an_error_about_many_tokens_is_short_and_shows_none_of_them() -> None:

@@ -35,7 +35,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from tokencustody.codec.exact_json import decode_json, encode_json
-from tokencustody.codec.id_columns import TYPECODES, PackedIds, decoded, little_endian, narrowest, widened
+from tokencustody.codec.id_columns import PackedIds, decoded, little_endian
+from tokencustody.columns import TYPECODES, narrowest, widened
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.records import TOKEN_FIELDS, ParentResolutionStatus, TokenEntry, check_consistency
 
@@ -48,6 +49,12 @@ SHARED_CODEC_VERSION = 2
 _HEADER = struct.Struct("<BBBxQQ")
 _SHARED_HEADER = struct.Struct("<BBBxQQQ")
 _MAX_COLUMN_INT = 2**63 - 1
+# Of the arrays that `TokenEntry` makes of buffers.
+_TYPECODES_OF = {
+    "prompt_token_ids": set(TYPECODES.values()),
+    "generation_token_ids": set(TYPECODES.values()),
+    "generation_log_probs": {"d"},
+}
 _NO_TOKENS: dict[str, list[Any]] = {name: [] for name in TOKEN_FIELDS}
 
 
@@ -188,10 +195,13 @@ def validated(entry: TokenEntry) -> TokenEntry:
 
 def _is_packable(columns: Mapping[str, Any]) -> bool:
     """Return whether packing refuses in these columns what is no number, so that nobody else has to look."""
-    if any(type(column) is not list for column in columns.values()):
-        return False
+    for name, column in columns.items():
+        is_packed = type(column) is array and column.typecode in _TYPECODES_OF[name]
+        if type(column) is not list and not is_packed:
+            return False
+    log_probs = columns["generation_log_probs"]
     # An array takes whatever can be made a float, such as True.
-    return set(map(type, columns["generation_log_probs"])) <= {float, int}
+    return type(log_probs) is array or set(map(type, log_probs)) <= {float, int}
 
 
 def _checked(fields: dict[str, Any]) -> TokenEntry:

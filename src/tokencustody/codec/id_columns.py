@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokencustody.columns import TYPECODES, narrowest, widened
 from tokencustody.records import digest_of_uint64s
-
-TYPECODES = {array(code).itemsize: code for code in "HIQ"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class PackedIds:
     data: bytes
 
     @classmethod
-    def of(cls, ids: list[int]) -> PackedIds:
+    def of(cls, ids: Sequence[int]) -> PackedIds:
         """Return validated ids packed as narrow as they can be."""
         column = narrowest(ids)
         return cls(column.itemsize, little_endian(column))
@@ -34,26 +34,8 @@ class PackedIds:
 
     def at_width(self, width: int) -> array[int]:
         """Return the ids as the payload holds them at a width of at least their own."""
-        if width > self.width:
-            return pack_ids(self.token_ids(), width)
-        column = array(TYPECODES[width])
-        column.frombytes(self.data)
-        return column
-
-
-def narrowest(ids: list[int]) -> array[int]:
-    """Return the ids in the narrowest column that holds them. Raises OverflowError outside 0 … 2^64-1."""
-    for code in "HI":
-        try:
-            return array(code, ids)
-        except OverflowError:
-            continue  # at the first id that does not fit: far cheaper than asking for the highest
-    return array("Q", ids)
-
-
-def widened(column: array[int], width: int) -> array[int]:
-    """Return the column at a width of at least its own."""
-    return column if column.itemsize == width else array(TYPECODES[width], column)
+        column = array(TYPECODES[self.width], self.data)
+        return _swapped_on_big_endian(widened(_swapped_on_big_endian(column), width))
 
 
 def pack_ids(ids: list[int], width: int) -> array[int]:
@@ -79,8 +61,8 @@ def _swapped_on_big_endian(column: array[Any]) -> array[Any]:
 
 
 def little_endian(column: array[Any]) -> bytes:
-    """Return the bytes of a column that still has the byte order of this machine."""
-    return _swapped_on_big_endian(column).tobytes()
+    """Return the bytes of a column that has the byte order of this machine, and keeps it."""
+    return _swapped_on_big_endian(column[:]).tobytes() if sys.byteorder == "big" else column.tobytes()
 
 
 def decoded(code: str, body: bytes, start: int, count: int) -> list[Any]:

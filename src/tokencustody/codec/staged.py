@@ -25,7 +25,8 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from tokencustody.codec.calls import first_problem
-from tokencustody.codec.id_columns import TYPECODES, little_endian, narrowest, numbers
+from tokencustody.codec.id_columns import little_endian, numbers
+from tokencustody.columns import TYPECODES, narrowest
 from tokencustody.errors import CorruptEntryError, InvalidRecordError
 from tokencustody.staging.digest import compute_extras_digest
 from tokencustody.staging.records import StagedCallBaseSnapshot, StagedCallRecord

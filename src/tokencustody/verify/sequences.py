@@ -8,7 +8,8 @@ from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from tokencustody.codec.id_columns import TYPECODES, pack_ids
+from tokencustody.codec.id_columns import pack_ids
+from tokencustody.columns import TYPECODES
 from tokencustody.records import digest_of_uint64s
 from tokencustody.staging.digest import PREFIX_DOMAIN
 
