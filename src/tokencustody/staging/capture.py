@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from tokencustody.columns import are_same, ids_of, joined
 from tokencustody.staging.digest import (
     build_staging_delta,
     compute_chain_hash,
@@ -23,6 +25,9 @@ from tokencustody.staging.digest import (
 )
 from tokencustody.staging.protocols import CaptureAdapter, StagingSink, WeightVersionProvider
 from tokencustody.staging.records import CaptureAdmission, CommitCoords, StagedCallRecord, StageResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 LOGGER = logging.getLogger(__name__)
 
@@ -41,7 +46,7 @@ class ActiveCall:
 
     admission: CaptureAdmission
     weight_version: int
-    prefix_token_ids: list[int] = field(default_factory=list)
+    prefix_token_ids: list[int] | array[int] = field(default_factory=list)
     completed: bool = field(default=False, init=False)
 
     @property
@@ -79,15 +84,16 @@ class RolloutTokenCapture:
         self,
         admission: CaptureAdmission,
         *,
-        prefix_token_ids: list[int] | None = None,
+        prefix_token_ids: list[int] | Buffer | None = None,
         stream: bool = False,
         weight_version: int | None = None,
     ) -> ActiveCall:
         """Admit a call and fix its weight version, now read from the provider unless `weight_version` gives it.
 
-        `prefix_token_ids` are the parent's tokens: needed when the admission names them by a `staging_chain`, equal to
-        an inline prefix when there is one, empty for a root. A `generation_cut` is no parent: its prefix belongs to
-        the call itself, so it is checked with `GenerationCutContinuation.check_prefix` and not passed here.
+        `prefix_token_ids` are the parent's tokens, as a list or an array: needed when the admission names them by a
+        `staging_chain`, equal to an inline prefix when there is one, empty for a root. A `generation_cut` is no parent:
+        its prefix belongs to the call itself, so it is checked with `GenerationCutContinuation.check_prefix` and not
+        passed here.
 
         Raises TypeError for what is no admission, StreamingUnsupportedError for a streamed call, and CaptureError
         for a wrong prefix or weight version.
@@ -107,15 +113,16 @@ class RolloutTokenCapture:
         self,
         call: ActiveCall,
         *,
-        prompt_token_ids: list[int],
-        generated_token_ids: list[int],
-        generated_logprobs: list[float],
+        prompt_token_ids: list[int] | Buffer,
+        generated_token_ids: list[int] | Buffer,
+        generated_logprobs: list[float] | Buffer,
         extras: dict[str, Any] | None = None,
         attachments: Mapping[str, Any] | None = None,
     ) -> CommitCoords:
         """Stage the call's delta, and return its coordinates only when the sink holds it.
 
-        `prompt_token_ids` is the whole prompt, prefix included. `attachments` go to the sink untouched, in the write
+        `prompt_token_ids` is the whole prompt, prefix included. Each column is a list or an array as for `TokenEntry`,
+        which the engine may use again once this returns. `attachments` go to the sink untouched, in the write
         of the record, and are part of no digest. Raises CaptureError for a call that was completed before.
         """
         self._claim_completion(call)
@@ -240,39 +247,51 @@ def _require(part: object, protocol: type, name: str) -> None:
         raise TypeError(f"the {name} does not implement {protocol.__name__}: {part!r}")
 
 
-def _resolve_prefix(admission: CaptureAdmission, prefix_token_ids: list[int] | None) -> list[int]:
+def _resolve_prefix(
+    admission: CaptureAdmission, prefix_token_ids: list[int] | Buffer | None
+) -> list[int] | array[int]:
     inline = admission.required_prefix_token_ids
-    if prefix_token_ids is None:
-        prefix = inline
-    elif type(prefix_token_ids) is not list or not set(map(type, prefix_token_ids)) <= {int}:
-        raise CaptureError(f"{_name(admission)}: prefix_token_ids must be a list of integers")
-    else:
-        prefix = prefix_token_ids
+    try:
+        prefix = inline if prefix_token_ids is None else _prefix_of(prefix_token_ids)
+        is_inline = not inline or are_same(prefix, inline, "required_prefix_token_ids")
+    except ValueError as exc:
+        raise CaptureError(f"{_name(admission)}: {exc}") from None
     if len(prefix) != admission.prev_len:
         raise CaptureError(
             f"{_name(admission)}: the prefix has {len(prefix)} token ids, the admission's prev_len is "
             f"{admission.prev_len}" + ("; fetch the staging_chain" if admission.staging_chain else "")
         )
-    if min(prefix, default=0) < 0:
-        raise CaptureError(f"{_name(admission)}: prefix_token_ids: an id is negative")
-    if inline and prefix != inline:
+    if not is_inline:
         raise CaptureError(f"{_name(admission)}: prefix_token_ids are not the admission's inline prefix")
-    return list(prefix)
+    return prefix[:]
+
+
+def _prefix_of(token_ids: list[int] | Buffer) -> list[int] | array[int]:
+    prefix = ids_of(token_ids, "prefix_token_ids")
+    if isinstance(prefix, array):
+        return prefix
+    if type(prefix) is not list or not set(map(type, prefix)) <= {int}:
+        raise ValueError("prefix_token_ids must be a list or an array of integers")
+    if min(prefix, default=0) < 0:
+        raise ValueError("prefix_token_ids: an id is negative")
+    return prefix
 
 
 def _build(
     call: ActiveCall,
-    prompt_token_ids: list[int],
-    generated_token_ids: list[int],
-    generated_log_probs: list[float],
+    prompt_token_ids: list[int] | Buffer,
+    generated_token_ids: list[int] | Buffer,
+    generated_log_probs: list[float] | Buffer,
     extras: dict[str, Any] | None,
 ) -> StagedCallRecord:
     admission = call.admission
-    if prompt_token_ids[: admission.prev_len] != call.prefix_token_ids:
+    prompt = ids_of(prompt_token_ids, "prompt_token_ids")
+    generated = ids_of(generated_token_ids, "generated_token_ids")
+    if not are_same(prompt[: admission.prev_len], call.prefix_token_ids, "prompt_token_ids"):
         raise ValueError("the prompt does not begin with the admitted prefix")
     delta, mask, log_probs = build_staging_delta(
-        prompt_token_ids=prompt_token_ids,
-        generated_token_ids=generated_token_ids,
+        prompt_token_ids=prompt,
+        generated_token_ids=generated,
         generated_log_probs=generated_log_probs,
         prev_len=admission.prev_len,
     )
@@ -295,7 +314,7 @@ def _build(
         extras=extras,
         extras_digest=compute_extras_digest(extras),
         chain_hash=compute_chain_hash(admission.parent_chain_hash, delta),
-        cumulative_hash=hash_token_ids(prompt_token_ids + generated_token_ids),
+        cumulative_hash=hash_token_ids(joined(prompt, generated, "token ids")),
     )
 
 

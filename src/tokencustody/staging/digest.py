@@ -11,11 +11,17 @@ import math
 import operator
 import re
 import struct
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from tokencustody.columns import floats_of, ids_of, joined
 from tokencustody.records import encode_uint64s, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 STAGING_SCHEMA_VERSION: Literal[2] = 2
 STAGING_DIGEST_VERSION: Literal[2] = 2
@@ -30,20 +36,21 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 _SURROGATE = "UTF-8 cannot carry the text: surrogates not allowed"
 
 
-def encode_token_ids(token_ids: Sequence[int]) -> bytes:
+def encode_token_ids(token_ids: Sequence[int] | Buffer) -> bytes:
     """Return the count, then each id, all as big-endian unsigned 64-bit integers.
 
-    Raises ValueError for anything but plain integers from 0 to 2^64-1.
+    Raises ValueError for anything but integers from 0 to 2^64-1, plain ones or those of an array.
     """
-    return len(token_ids).to_bytes(8, "big") + encode_uint64s(token_ids)
+    encoded = encode_uint64s(token_ids)
+    return (len(encoded) // 8).to_bytes(8, "big") + encoded
 
 
-def hash_token_ids(token_ids: Sequence[int]) -> str:
+def hash_token_ids(token_ids: Sequence[int] | Buffer) -> str:
     """Return the cumulative hash of a token sequence: SHA-256, lowercase hex. Raises as `encode_token_ids` does."""
     return hashlib.sha256(PREFIX_DOMAIN + encode_token_ids(token_ids)).hexdigest()
 
 
-def compute_chain_hash(parent_chain_hash: str | None, token_ids_delta: Sequence[int]) -> str:
+def compute_chain_hash(parent_chain_hash: str | None, token_ids_delta: Sequence[int] | Buffer) -> str:
     """Return the hash that commits a call to its delta and, by the parent's chain hash, to every delta before it.
 
     None is the parent of a root. Raises ValueError for a parent that is no lowercase SHA-256 hex.
@@ -85,9 +92,9 @@ def compute_staging_digest(
     delta_len: int,
     cum_len: int,
     weight_version: int,
-    token_ids_delta: Sequence[int],
-    token_mask_delta: Sequence[float],
-    generation_log_probs_delta: Sequence[float],
+    token_ids_delta: Sequence[int] | Buffer,
+    token_mask_delta: Sequence[float] | Buffer,
+    generation_log_probs_delta: Sequence[float] | Buffer,
     extras_digest: str,
     chain_hash: str,
     cumulative_hash: str,
@@ -95,8 +102,8 @@ def compute_staging_digest(
     """Return the digest of one staged call: SHA-256 (lowercase hex) over its identity, position and columns.
 
     The mask is 1.0 for a sampled token and 0.0 for a prompt token, whose log probability is 0.0; log probabilities
-    are natural logarithms, hashed as float32. Raises ValueError when a value cannot be encoded or the parts disagree,
-    and TypeError when an id or a hash is not text.
+    are natural logarithms, hashed as float32. Columns may be arrays, as for `StagedCallBaseSnapshot`. Raises ValueError
+    when a value cannot be encoded or the parts disagree, and TypeError when an id or a hash is not text.
     """
     _check_version(schema_version, STAGING_SCHEMA_VERSION, "staging schema version")
     _check_version(digest_version, STAGING_DIGEST_VERSION, "staging digest version")
@@ -105,14 +112,17 @@ def compute_staging_digest(
         raise ValueError("rollout_id and model_call_id must not be empty")
     check_position(parent_call_id, prev_len, mode)
     check_lengths(prev_len, delta_len, cum_len)
-    if not delta_len == len(token_ids_delta) == len(token_mask_delta) == len(generation_log_probs_delta):
+    token_ids = ids_of(token_ids_delta, "token_ids_delta")
+    mask = floats_of(token_mask_delta, "token_mask_delta")
+    log_probs = floats_of(generation_log_probs_delta, "generation_log_probs_delta")
+    if not delta_len == len(token_ids) == len(mask) == len(log_probs):
         raise ValueError(
-            f"delta_len is {delta_len}, but the delta has {len(token_ids_delta)} token ids, "
-            f"{len(token_mask_delta)} mask values and {len(generation_log_probs_delta)} log probabilities"
+            f"delta_len is {delta_len}, but the delta has {len(token_ids)} token ids, "
+            f"{len(mask)} mask values and {len(log_probs)} log probabilities"
         )
-    mask = _encode_float32s(token_mask_delta, "token_mask_delta")
-    log_probs = _encode_float32s(generation_log_probs_delta, "generation_log_probs_delta")
-    _check_mask(token_mask_delta, generation_log_probs_delta)
+    encoded_mask = _encode_float32s(mask, "token_mask_delta")
+    encoded_log_probs = _encode_float32s(log_probs, "generation_log_probs_delta")
+    _check_mask(mask, log_probs)
     for name, digest in (("chain_hash", chain_hash), ("cumulative_hash", cumulative_hash)):
         if not isinstance(digest, str):
             raise TypeError(f"{name} must be text, not {type(digest).__name__}")
@@ -127,9 +137,9 @@ def compute_staging_digest(
         _uint64(delta_len, "delta_len"),
         _uint64(cum_len, "cum_len"),
         _uint64(weight_version, "weight_version"),
-        _sized(encode_token_ids(token_ids_delta)),
-        _sized(mask),
-        _sized(log_probs),
+        _sized(encode_token_ids(token_ids)),
+        _sized(encoded_mask),
+        _sized(encoded_log_probs),
         _digest(extras_digest, "extras_digest"),
         _present_digest(chain_hash, "chain_hash"),
         _present_digest(cumulative_hash, "cumulative_hash"),
@@ -139,28 +149,34 @@ def compute_staging_digest(
 
 def build_staging_delta(
     *,
-    prompt_token_ids: list[int],
-    generated_token_ids: list[int],
-    generated_log_probs: list[float],
+    prompt_token_ids: list[int] | Buffer,
+    generated_token_ids: list[int] | Buffer,
+    generated_log_probs: list[float] | Buffer,
     prev_len: int,
 ) -> tuple[list[int], list[float], list[float]]:
     """Return the ids, mask and log probabilities of what a call adds to the `prev_len` tokens before it.
 
-    Raises ValueError when `prev_len` lies outside the prompt, the generated lists differ in length, or nothing is
-    added.
+    Ids and mask are an `array.array` each where ids are given as an array, log probabilities where they are. Raises
+    ValueError when `prev_len` lies outside the prompt, the generated columns differ in length, or nothing is added.
     """
-    if not 0 <= prev_len <= len(prompt_token_ids):
-        raise ValueError(f"prev_len {prev_len} lies outside the prompt of {len(prompt_token_ids)} tokens")
-    if len(generated_token_ids) != len(generated_log_probs):
-        raise ValueError(
-            f"{len(generated_log_probs)} log probabilities for {len(generated_token_ids)} generated tokens"
-        )
-    carried = len(prompt_token_ids) - prev_len
-    token_ids = prompt_token_ids[prev_len:] + generated_token_ids
+    prompt = ids_of(prompt_token_ids, "prompt_token_ids")
+    generated = ids_of(generated_token_ids, "generated_token_ids")
+    log_probs = floats_of(generated_log_probs, "generated_log_probs")
+    if not 0 <= prev_len <= len(prompt):
+        raise ValueError(f"prev_len {prev_len} lies outside the prompt of {len(prompt)} tokens")
+    if len(generated) != len(log_probs):
+        raise ValueError(f"{len(log_probs)} log probabilities for {len(generated)} generated tokens")
+    carried = len(prompt) - prev_len
+    token_ids = joined(prompt[prev_len:], generated, "token ids")
     if not token_ids:
         raise ValueError("the call adds no token to its prefix")
-    mask = [0.0] * carried + [1.0] * len(generated_token_ids)
-    return token_ids, mask, [0.0] * carried + generated_log_probs
+    mask = _repeated(0.0, carried, token_ids) + _repeated(1.0, len(generated), token_ids)
+    return token_ids, mask, _repeated(0.0, carried, log_probs) + log_probs
+
+
+def _repeated(value: float, count: int, like: Any) -> Any:
+    """Return a column of one value, an array where `like` is one."""
+    return array("d", [value]) * count if type(like) is array else [value] * count
 
 
 def check_position(parent_call_id: str | None, prev_len: int, mode: str | None = None) -> None:
@@ -187,8 +203,11 @@ def check_lengths(prev_len: int, delta_len: int, cum_len: int) -> None:
 
 
 def check_exact_floats(values: Sequence[float], field: str) -> None:
-    """Raise ValueError, naming `field`, unless every value is a Python float: not an integer, not a subclass."""
-    if operator.countOf(map(type, values), float) != len(values):
+    """Raise ValueError, naming `field`, unless every value is a Python float: not an integer, not a subclass.
+
+    An array has nothing else.
+    """
+    if type(values) is not array and operator.countOf(map(type, values), float) != len(values):
         raise ValueError(f"{field}: every value must be a Python float")
 
 
@@ -206,14 +225,13 @@ def _check_version(version: int, expected: int, name: str) -> None:
 
 def _encode_float32s(values: Sequence[float], field: str) -> bytes:
     check_exact_floats(values, field)
-    try:
-        column = struct.pack(f">Q{len(values)}f", len(values), *values)
-    except OverflowError:
-        raise ValueError(f"{field}: every value must be finite as float32") from None
+    column = array("f", values)
     # A sum of such values stays far inside the float64 range, so it is finite exactly when each of them is.
-    if not math.isfinite(sum(values)):
+    if not math.isfinite(sum(column)):
         raise ValueError(f"{field}: every value must be finite as float32")
-    return column
+    if sys.byteorder == "little":
+        column.byteswap()
+    return struct.pack(">Q", len(values)) + column.tobytes()
 
 
 def _encode_extra(value: Any, encoded: bytearray) -> None:

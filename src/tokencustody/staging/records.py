@@ -6,19 +6,22 @@ are strict (a bool is refused), digests are SHA-256 in lowercase hex.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainSerializer,
     StrictFloat,
     StrictInt,
     StrictStr,
     ValidationInfo,
+    WrapValidator,
     model_validator,
 )
 
+from tokencustody.columns import ColumnModel, as_list, float_column, floats_of, id_column, ids_of
 from tokencustody.staging.digest import (
     EMPTY_EXTRAS_DIGEST,
     EXTRAS_DIGEST_VERSION,
@@ -32,12 +35,19 @@ from tokencustody.staging.digest import (
     hash_token_ids,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 CaptureMode = Literal["token_in", "text"]
 CaptureDisposition = Literal["staged", "capture_failed"]
 DigestHex = Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")]
 Identifier = Annotated[StrictStr, Field(min_length=1)]
 NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
 PositiveInt = Annotated[StrictInt, Field(ge=1)]
+_Ids = Annotated[list[StrictInt], WrapValidator(id_column), PlainSerializer(as_list, return_type=list[int])]
+_Floats = Annotated[
+    list[StrictFloat], WrapValidator(float_column), PlainSerializer(as_list, return_type=list[float])
+]
 
 _COMPUTE_DIGEST = object()
 
@@ -86,14 +96,15 @@ class GenerationCutContinuation(_WireModel):
             raise ValueError("a terminal_stop_reason needs the terminal_finish_reason")
         return self
 
-    def check_prefix(self, prefix_token_ids: list[int]) -> None:
+    def check_prefix(self, prefix_token_ids: list[int] | Buffer) -> None:
         """Raise ValueError unless these ids are the saved prefix: as many, and with its cumulative hash."""
-        if len(prefix_token_ids) != self.prefix_token_count:
+        prefix = ids_of(prefix_token_ids, "prefix_token_ids")
+        if len(prefix) != self.prefix_token_count:
             raise ValueError(
-                f"the staged prefix of model call {self.source_model_call_id} has {len(prefix_token_ids)} tokens, "
+                f"the staged prefix of model call {self.source_model_call_id} has {len(prefix)} tokens, "
                 f"not {self.prefix_token_count}"
             )
-        if hash_token_ids(prefix_token_ids) != self.prefix_digest:
+        if hash_token_ids(prefix) != self.prefix_digest:
             raise ValueError(
                 f"the staged prefix of model call {self.source_model_call_id} does not have its digest"
             )
@@ -135,13 +146,14 @@ class CaptureAdmission(_WireModel):
         return self
 
 
-class StagedCallBaseSnapshot(_DigestWireModel):
+class StagedCallBaseSnapshot(_DigestWireModel, ColumnModel):
     """Token columns and metadata of one staged call, without its extras.
 
     `token_ids_delta`, `token_mask_delta` (1.0 for a sampled token, 0.0 for a prompt token) and
     `generation_log_probs_delta` (natural logarithms, 0.0 where the mask is 0.0) have `delta_len` values each, and
-    follow the `prev_len` tokens of the parent. The digest is verified over them and over `extras_digest`; extras that
-    are read from elsewhere must be compared to `extras_digest` with `compute_extras_digest`.
+    follow the `prev_len` tokens of the parent. They are lists, or arrays as for `TokenEntry`; what a store returns has
+    lists. The digest is verified over them and over `extras_digest`; extras that are read from elsewhere must be
+    compared to `extras_digest` with `compute_extras_digest`.
     """
 
     rollout_id: Identifier
@@ -153,9 +165,9 @@ class StagedCallBaseSnapshot(_DigestWireModel):
     cum_len: NonNegativeInt
     weight_version: NonNegativeInt
     digest: DigestHex
-    token_ids_delta: list[StrictInt]
-    token_mask_delta: list[StrictFloat]
-    generation_log_probs_delta: list[StrictFloat]
+    token_ids_delta: _Ids
+    token_mask_delta: _Floats
+    generation_log_probs_delta: _Floats
     extras_digest: DigestHex = EMPTY_EXTRAS_DIGEST
     chain_hash: DigestHex
     cumulative_hash: DigestHex
@@ -203,9 +215,9 @@ class StagedCallRecord(StagedCallBaseSnapshot):
         delta_len: int,
         cum_len: int,
         weight_version: int,
-        token_ids_delta: list[int],
-        token_mask_delta: list[float],
-        generation_log_probs_delta: list[float],
+        token_ids_delta: list[int] | Buffer,
+        token_mask_delta: list[float] | Buffer,
+        generation_log_probs_delta: list[float] | Buffer,
         extras: dict[str, Any] | None,
         extras_digest: str,
         chain_hash: str,
@@ -213,12 +225,14 @@ class StagedCallRecord(StagedCallBaseSnapshot):
     ) -> Self:
         """Return the validated record of these components, computing its digest once.
 
-        Raises ValueError for a mask value or log probability that is not an exact Python float, and pydantic's
-        ValidationError (a ValueError) for any other component that the constructor would refuse.
+        Raises ValueError for a mask value or log probability that is not an exact Python float or one of an array, and
+        pydantic's ValidationError (a ValueError) for any other component that the constructor would refuse.
         """
+        mask = floats_of(token_mask_delta, "token_mask_delta")
+        log_probs = floats_of(generation_log_probs_delta, "generation_log_probs_delta")
         # Validation turns an integer into a float; here it must not pass, since nothing came over the wire.
-        check_exact_floats(token_mask_delta, "token_mask_delta")
-        check_exact_floats(generation_log_probs_delta, "generation_log_probs_delta")
+        check_exact_floats(mask, "token_mask_delta")
+        check_exact_floats(log_probs, "generation_log_probs_delta")
         components = {
             "rollout_id": rollout_id,
             "model_call_id": model_call_id,
@@ -230,8 +244,8 @@ class StagedCallRecord(StagedCallBaseSnapshot):
             "weight_version": weight_version,
             "digest": "0" * 64,
             "token_ids_delta": token_ids_delta,
-            "token_mask_delta": token_mask_delta,
-            "generation_log_probs_delta": generation_log_probs_delta,
+            "token_mask_delta": mask,
+            "generation_log_probs_delta": log_probs,
             "extras": extras,
             "extras_digest": extras_digest,
             "chain_hash": chain_hash,
