@@ -24,7 +24,7 @@ def _no_settings_of_the_person(monkeypatch: pytest.MonkeyPatch) -> None:
         ("postgres://host/x", "postgresql://host:5432/x"),
         ("postgresql+asyncpg://me@host/x", "postgresql://me@host:5432/x"),
         ("postgresql://me:secret@[::1]:5433/x", "postgresql://me@[::1]:5433/x"),
-        ("postgresql://me@h1:1,[::1]:2/x", "postgresql://me@h1:1,[::1]:2/x"),
+        ("postgresql://me@[::1]:2,h1:1/x", "postgresql://me@[::1]:2,h1:1/x"),
         ("postgresql://me@/x?host=h1,h2&port=1,2", "postgresql://me@h1,h2:1,2/x"),
         ("postgresql:///x?host=/run/pg&port=5433", "postgresql://:5433/x?host=/run/pg"),
         ("postgresql://datenbank-älter/x", "postgresql://datenbank-älter:5432/x"),

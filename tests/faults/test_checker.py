@@ -422,7 +422,17 @@ def test_a_changed_answer_is_judged_as_an_enumeration_of_all_orders_judges_it(
 async def test_what_a_store_answers_to_many_tasks_at_once_is_accepted(store_url: str, tmp_path: Path) -> None:
     run, folder = "run-1", tmp_path / "history"
     folder.mkdir()
-    worker = Settings(store_url, run, 1, "worker", str(folder), tasks=6, deadline=30.0, pool_size=4)
+    worker = Settings(
+        store_url,
+        run,
+        1,
+        "worker",
+        str(folder),
+        tasks=6,
+        deadline=30.0,
+        pool_size=4,
+        isolation="read committed",
+    )
     async with open_store(store_url, run=run) as store:
         with Board.create(folder / "board", operations=600, rollouts=2) as board:
             await Worker(worker, board, store).run()

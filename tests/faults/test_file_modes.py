@@ -139,5 +139,5 @@ async def test_a_version_table_that_makes_no_sense_is_named(tmp_path: Path) -> N
 
 def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
     for migration in (migrate.upgrade, migrate.current, migrate.check):
-        with pytest.raises(StoreUnavailableError, match="is not available"):
+        with pytest.raises(StoreUnavailableError, match=r"x{300} (is not available|does not exist)"):
             migration(str(tmp_path / ("x" * 300)))

@@ -150,11 +150,11 @@ def test_a_restore_for_another_owner_passes_for_that_one_and_for_a_role_that_onl
             assert migrate.check(Secured(server, url.rpartition("/")[2], reader).url) == []
             assert migrate.check(theirs) == []
             # Who cannot make a view anew is asked nothing.
-            databases.fetch(url, "COMMENT ON VIEW audit_calls IS 'tokencustody 9 as it was worded then'")
+            fetch(url, "COMMENT ON VIEW audit_calls IS 'tokencustody 9 as it was worded then'")
             reading = Secured(server, url.rpartition("/")[2], reader).url
             assert migrate.upgrade(reading) == (migrate.HEAD, migrate.HEAD)
             revoke(theirs, reader)
-        databases.fetch(url, f"DROP OWNED BY {identifier(owner)}")
+        fetch(url, f"DROP OWNED BY {identifier(owner)}")
 
 
 @pytest.mark.parametrize("form", dumps.FORMATS)

@@ -256,8 +256,8 @@ def test_readonly_postgresql(ask: Ask, postgres_url: str) -> None:
         assert code == 1
     for helped in ("SET TRANSACTION READ WRITE", "COMMIT"):
         assert ask("--url", postgres_url, typed=f"{helped};\nDELETE FROM fences;")[0] == 1
-    # Which a read-only transaction allows, so it must not be committed.
-    assert ask("--url", postgres_url, "SELECT lo_create(0)")[0] == 0
+    # Which a read-only transaction allows before PostgreSQL 16, so it must not be committed.
+    ask("--url", postgres_url, "SELECT lo_create(0)")
     assert probes.rows(postgres_url, "SELECT count(*) FROM pg_largeobject_metadata") == [(0,)]
     assert probes.rows(postgres_url, "SELECT version FROM fences") == [(0,)]
     assert probes.objects(postgres_url) == before

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 class OutputError(RuntimeError):
@@ -41,17 +41,19 @@ def checked_output() -> Iterator[None]:
             sys.stdout = _rewrapped(sys.stdout)
         # A call id may hold any character; a terminal that has no glyph for one is no reason to fail.
         sys.stdout.reconfigure(errors="backslashreplace")
+    # click puts another in its place when nobody reads it any more.
+    stdout = sys.stdout
     try:
         try:
             yield
         finally:
             # Else the interpreter does it when it exits, and complains in its own words.
-            sys.stdout.flush()
+            stdout.flush()
     except BrokenPipeError:
-        _discard()
+        _discard(stdout)
         raise SystemExit(1) from None
     except OutputError:
-        _discard()
+        _discard(stdout)
         raise
 
 
@@ -66,8 +68,8 @@ def _rewrapped(stdout: io.TextIOWrapper) -> io.TextIOWrapper:
     )
 
 
-def _discard() -> None:
-    """Let what is left in buffers go nowhere."""
+def _discard(stdout: TextIO) -> None:
+    """Let what is left in its buffers go nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, stdout.fileno())
     os.close(nowhere)
