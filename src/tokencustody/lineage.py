@@ -7,10 +7,10 @@ there. Fewer or more than one such call is never decided by a guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from tokencustody.bodies import ENVELOPE_ROLE
 from tokencustody.errors import InvalidRecordError, LineageError, LoneSurrogateError
@@ -34,6 +34,9 @@ from tokencustody.fingerprint_v3 import (
 )
 from tokencustody.protocols import LineageMatch, LineageResolution
 from tokencustody.records import ParentResolutionStatus, TokenEntry, compute_digest
+
+# A list, or a column that its digest reads.
+Ids = TypeVar("Ids", bound=Sized)
 
 NO_MATCH = "no_match"
 AMBIGUOUS = "ambiguous"
@@ -260,7 +263,7 @@ def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def check_recorded(call: Any, sequence: list[int], digest_of: Callable[[list[int]], str]) -> None:
+def check_recorded(call: Any, sequence: Ids, digest_of: Callable[[Ids], str]) -> None:
     """Raise LineageError unless a call's whole sequence has the length and the digest that it records.
 
     A delta must record a digest, for nothing else proves what it continues.

@@ -18,6 +18,8 @@ from tokencustody import TokenEntry, open_store
 from tokencustody.chains.chains import Forest, shape_of
 from tokencustody.chains.reading import CallFacts, FrozenRollout
 from tokencustody.chains.rules import RowRules
+from tokencustody.codec.calls import pack_entry, read_call
+from tokencustody.codec.proven import ProvenCall
 from tokencustody.export import ExportOptions, OnBreak, SharedCalls, Siblings, export
 from tokencustody.txn.fence import RolloutKey
 
@@ -107,7 +109,15 @@ class Forests:
             entry.model_call_id: CallFacts("0" * 64, None, "", is_conflicting=False) for entry in self.entries
         }
         key = RolloutKey("run", self.rollout_id)
-        return FrozenRollout(key, "s", 1, False, self.entries, facts, (), (), {}, (), {})
+        calls = {entry.model_call_id: proven(entry) for entry in self.entries}
+        return FrozenRollout(key, "s", 1, False, calls, facts, (), (), {}, (), {})
+
+
+def proven(entry: TokenEntry) -> ProvenCall:
+    """Return the call as it is read, where it was stored whole."""
+    packed = pack_entry(entry)
+    ids = {"rollout_id": entry.rollout_id, "model_call_id": entry.model_call_id}
+    return ProvenCall.of(read_call(packed.payload, packed.sha256, **ids))
 
 
 def trained_in(token_ids: list[int], loss_mask: list[int]) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -7,8 +7,10 @@ import hashlib
 import random
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,11 +19,14 @@ from hypothesis import strategies as st
 
 from tests.support.entries import make_entry
 from tokencustody import TokenEntry
+from tokencustody.chains.reading import FrozenRollout
 from tokencustody.codec import chains
 from tokencustody.codec.calls import pack_entry, unpack_entry, validated, without_prefix
-from tokencustody.codec.chains import unpack_calls, unpack_chain
+from tokencustody.codec.chains import prove_calls, unpack_calls, unpack_chain
+from tokencustody.codec.id_columns import is_beyond_int64, pack_ids, resized
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.lineage import join_chain
+from tokencustody.txn.fence import RolloutKey
 
 ROLLOUT = "rollout-1"
 
@@ -101,6 +106,25 @@ def stranger(name: str, parent: Call, prompt: list[int], generation: list[int]) 
     return Call(entry, stored(entry), prompt + generation, None)
 
 
+def read_calls(rollout_id: str, rows: Iterable[Row]) -> list[TokenEntry]:
+    """Return what is read as lists. As columns the same is read, or refused in the same words."""
+    rows = list(rows)
+
+    def as_columns() -> Iterator[TokenEntry]:
+        calls = {call.record.model_call_id: call for call in prove_calls(rollout_id, rows)}
+        key = RolloutKey("run", rollout_id)
+        return FrozenRollout(key, "s", 1, False, calls, {}, (), (), {}, (), {}).records()
+
+    def ending(read: Callable[[], Iterable[TokenEntry]]) -> Any:
+        try:
+            return [bits(entry) for entry in read()]
+        except CorruptEntryError as exc:
+            return str(exc)
+
+    assert ending(as_columns) == ending(lambda: unpack_calls(rollout_id, rows))
+    return unpack_calls(rollout_id, rows)
+
+
 IDS = st.sampled_from((2**16, 2**32, 2**64)).flatmap(
     lambda bound: st.lists(st.integers(0, bound - 1), max_size=4)
 )
@@ -136,7 +160,7 @@ def test_every_rollout_comes_back_in_every_bit_and_in_the_order_of_its_rows(
     calls: list[Call], seed: int
 ) -> None:
     random.Random(seed).shuffle(calls)
-    read = unpack_calls(ROLLOUT, iter([call.row for call in calls]))
+    read = read_calls(ROLLOUT, iter([call.row for call in calls]))
     assert [bits(entry) for entry in read] == [bits(call.entry) for call in calls]
     for call in calls:
         chain = call.chain
@@ -155,7 +179,7 @@ def test_a_tree_of_shared_prompts_deltas_and_strangers_comes_back_whatever_the_o
         calls.append(kind(f"call-{number}", parent, [2 ** (number % 40), number], [number]))
     for seed in range(5):
         random.Random(seed).shuffle(calls)
-        read = unpack_calls(ROLLOUT, [call.row for call in calls])
+        read = read_calls(ROLLOUT, [call.row for call in calls])
         assert [bits(entry) for entry in read] == [bits(call.entry) for call in calls]
 
 
@@ -239,7 +263,7 @@ def test_any_flipped_byte_and_any_truncated_row_is_an_error_that_names_its_call(
     for damaged in damages(payload):
         rows = replaced(calls, name, payload=damaged)
         with pytest.raises(CorruptEntryError, match=f"model call {name} of rollout"):
-            unpack_calls(ROLLOUT, rows)
+            read_calls(ROLLOUT, rows)
         with pytest.raises(CorruptEntryError, match=f"model call {name} of rollout"):
             unpack_chain(ROLLOUT, rows, "fourth")
 
@@ -251,7 +275,7 @@ def test_damage_whose_stored_hash_was_recomputed_is_never_read_as_a_call(name: s
     for damaged in damages(call.row.payload):
         rows = replaced(calls, name, payload=damaged, stored_sha256=sha256(damaged))
         with pytest.raises(CorruptEntryError):
-            unpack_calls(ROLLOUT, rows)
+            read_calls(ROLLOUT, rows)
         with pytest.raises(CorruptEntryError):
             unpack_chain(ROLLOUT, rows, name)
 
@@ -271,7 +295,7 @@ def test_damage_whose_stored_hash_was_recomputed_is_never_read_as_a_call(name: s
 def test_an_edited_row_is_an_error_that_names_its_call(columns: dict[str, Any], says: str) -> None:
     rows = replaced(family(), "third", **columns)
     with pytest.raises(CorruptEntryError, match=says):
-        unpack_calls(ROLLOUT, rows)
+        read_calls(ROLLOUT, rows)
     with pytest.raises(CorruptEntryError, match=says):
         unpack_chain(ROLLOUT, rows, "third")
 
@@ -285,7 +309,7 @@ def test_a_row_whose_form_and_hashes_disagree_is_an_error() -> None:
     ):
         name = edited.model_call_id
         with pytest.raises(CorruptEntryError, match=f"model call {name} of rollout .* in which form"):
-            unpack_calls(ROLLOUT, [edited if c.row.model_call_id == name else c.row for c in calls])
+            read_calls(ROLLOUT, [edited if c.row.model_call_id == name else c.row for c in calls])
 
 
 @pytest.mark.parametrize(
@@ -296,7 +320,7 @@ def test_a_missing_parent_is_an_error_that_names_it_and_the_call(missing: str, n
     rows = [call.row for call in family() if call.row.model_call_id != missing]
     says = f"model call {named} of rollout rollout-1: .* model call {missing}, in which it began, is missing"
     with pytest.raises(CorruptEntryError, match=says):
-        unpack_calls(ROLLOUT, rows)
+        read_calls(ROLLOUT, rows)
     with pytest.raises(CorruptEntryError, match=says):
         unpack_chain(ROLLOUT, rows, "fourth")
 
@@ -304,7 +328,7 @@ def test_a_missing_parent_is_an_error_that_names_it_and_the_call(missing: str, n
 def test_a_missing_call_that_nobody_needs_leaves_the_others_readable() -> None:
     first = root("first", [1], [2])
     calls = [delta("step", first, [3], [4]), child("whole", first, [3], [4], share=False)]
-    assert [bits(e) for e in unpack_calls(ROLLOUT, [c.row for c in calls])] == [bits(c.entry) for c in calls]
+    assert [bits(e) for e in read_calls(ROLLOUT, [c.row for c in calls])] == [bits(c.entry) for c in calls]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +340,7 @@ def test_another_call_in_the_place_of_the_parent_is_an_error_that_names_the_chil
     rows = [root("first", *ids).row, *(call.row for call in family()[1:])]
     says = r"model call (second|sibling) of rollout rollout-1: .* call first is not"
     with pytest.raises(CorruptEntryError, match=says):
-        unpack_calls(ROLLOUT, rows)
+        read_calls(ROLLOUT, rows)
     for name in ("second", "third", "step", "fourth"):
         with pytest.raises(CorruptEntryError, match=says):
             unpack_chain(ROLLOUT, rows, name)
@@ -325,7 +349,7 @@ def test_another_call_in_the_place_of_the_parent_is_an_error_that_names_the_chil
 def test_a_parent_with_the_same_sequence_serves_wherever_its_prompt_ended() -> None:
     calls = family()
     rows = [root("first", [1, 2], [3, 70_000]).row, *(call.row for call in calls[1:])]
-    assert [bits(entry) for entry in unpack_calls(ROLLOUT, rows)[1:]] == [bits(c.entry) for c in calls[1:]]
+    assert [bits(entry) for entry in read_calls(ROLLOUT, rows)[1:]] == [bits(c.entry) for c in calls[1:]]
 
 
 def test_a_payload_copied_from_another_call_or_rollout_is_an_error() -> None:
@@ -336,9 +360,9 @@ def test_a_payload_copied_from_another_call_or_rollout_is_an_error() -> None:
         with pytest.raises(
             CorruptEntryError, match=f"model call {name} of rollout .* belongs to another call"
         ):
-            unpack_calls(ROLLOUT, rows)
+            read_calls(ROLLOUT, rows)
     with pytest.raises(CorruptEntryError, match=r"of rollout rollout-2: .* belongs to another call"):
-        unpack_calls("rollout-2", [call.row for call in calls])
+        read_calls("rollout-2", [call.row for call in calls])
 
 
 def row_columns(row: Row) -> dict[str, Any]:
@@ -354,7 +378,7 @@ def test_parents_in_a_circle_are_an_error_and_never_a_hang(through: str) -> None
     rows = [third.row, second.row]
     says = "model call (second|third) of rollout .* is its own parent"
     with pytest.raises(CorruptEntryError, match=says):
-        unpack_calls(ROLLOUT, rows)
+        read_calls(ROLLOUT, rows)
     for name in ("second", "third"):
         with pytest.raises(CorruptEntryError, match=says):
             unpack_chain(ROLLOUT, rows, name)
@@ -366,7 +390,7 @@ def test_deltas_in_a_circle_are_readable_as_sent_and_have_no_sequence() -> None:
     calls = [delta("second", third, [3], [4]), delta("third", first, [5], [6])]
     calls[1] = delta("third", calls[0], [5], [6])
     rows = [call.row for call in calls]
-    assert [bits(entry) for entry in unpack_calls(ROLLOUT, rows)] == [bits(call.entry) for call in calls]
+    assert [bits(entry) for entry in read_calls(ROLLOUT, rows)] == [bits(call.entry) for call in calls]
     with pytest.raises(
         LineageError, match="model call third of rollout rollout-1: its parent chain is broken"
     ):
@@ -391,7 +415,7 @@ def test_a_shared_prompt_that_does_not_have_its_recorded_sequence_is_no_parent(
     first = root("first", [1], [2])
     entry = child("second", first, [3], [4]).entry.model_copy(update=fields)
     rows = [first.row, stored(entry, 2)]
-    assert bits(unpack_calls(ROLLOUT, rows)[1]) == bits(entry)
+    assert bits(read_calls(ROLLOUT, rows)[1]) == bits(entry)
     with pytest.raises(LineageError, match=f"model call second of rollout rollout-1.*{says}"):
         unpack_chain(ROLLOUT, rows, "second")
 
@@ -405,7 +429,7 @@ def test_chains_of_thousands_of_calls_are_read(kind: str) -> None:
         rows.append(call.row)
     last = child("last", call, [1], [2])
     rows.append(last.row)
-    assert bits(unpack_calls(ROLLOUT, reversed(rows))[0]) == bits(last.entry)
+    assert bits(read_calls(ROLLOUT, reversed(rows))[0]) == bits(last.entry)
     assert unpack_chain(ROLLOUT, rows, "last")[1] == [70_000, 1, 2]
 
 
@@ -441,6 +465,37 @@ def test_reading_holds_no_more_than_one_sequence_when_the_result_is_complete() -
     assert held > 8 * sum(len(entry.prompt_token_ids) for entry in entries)
 
 
+def test_columns_hold_what_is_stored_and_make_no_number_of_a_token() -> None:
+    rows = [call.row for call in growing(150)]
+    prove_calls(ROLLOUT, rows)
+    tracemalloc.start()
+    try:
+        calls = prove_calls(ROLLOUT, iter(rows))
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Not a byte for each id of the prompts; and while reading the rows and one sequence of 15,000, but no list of it.
+    assert held < sum(call.shared_len for call in calls)
+    assert peak - held < 15_000 * 4 * 4
+
+
+def test_ids_are_resized_as_they_would_be_packed_anew() -> None:
+    ids = [0, 1, 255, 256, 65_535]
+    for width, to in product((2, 4, 8), repeat=2):
+        assert resized(pack_ids(ids, width).tobytes(), width, to) == pack_ids(ids, to).tobytes()
+    assert resized(pack_ids([2**40], 8).tobytes(), 8, 8) == pack_ids([2**40], 8).tobytes()
+    for wide, to in ((2**16, 2), (2**63, 2), (2**32, 4), (2**56, 4)):
+        with pytest.raises(OverflowError):
+            resized(pack_ids([1, wide], 8).tobytes(), 8, to)
+
+
+def test_ids_beyond_63_bits_are_found() -> None:
+    for ids in ([], [0, 2**63 - 1], [2**62, 127, 2**56 - 1]):
+        assert not is_beyond_int64(array("Q", ids))
+    for ids in ([2**63], [1, 2**64 - 1, 2]):
+        assert is_beyond_int64(array("Q", ids))
+
+
 def test_rows_of_an_iterator_are_let_go_one_by_one() -> None:
     calls = growing(10)
     alive: list[weakref.ref[Row]] = []
@@ -465,7 +520,7 @@ def test_long_prefixes_that_are_hashed_beside_are_proven_all_the_same(
     for number in range(1, 40):
         calls.append(child(f"call-{number}", calls[-1], [number], [number + 1]))
     rows = [call.row for call in calls]
-    assert [bits(entry) for entry in unpack_calls(ROLLOUT, rows)] == [bits(call.entry) for call in calls]
+    assert [bits(entry) for entry in read_calls(ROLLOUT, rows)] == [bits(call.entry) for call in calls]
     # Only the hash of the whole payload tells that a prompt was put together wrongly.
     for wrong in (1, 20, 39):
         swapped = [
@@ -473,4 +528,4 @@ def test_long_prefixes_that_are_hashed_beside_are_proven_all_the_same(
             for number, row in enumerate(rows)
         ]
         with pytest.raises(CorruptEntryError, match=f"call-{wrong} of"):
-            unpack_calls(ROLLOUT, swapped)
+            read_calls(ROLLOUT, swapped)

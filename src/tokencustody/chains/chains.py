@@ -70,7 +70,7 @@ class Forest:
         self._rules = rules
         self._segments = Segments(rollout, rules)
         self._paths = self._trained_paths()
-        self.calls = {call.entry.model_call_id for path, _ in self._paths for call in path}
+        self.calls = {placed.call.record.model_call_id for path, _ in self._paths for placed in path}
         silent = [
             LeftOut.of(rollout.key, Why.NO_GENERATED_TOKENS, call)
             for call in self._segments.placed
@@ -81,7 +81,7 @@ class Forest:
         self.segments = len(self._segments.breaks)
         self.breaks = {why.value: times for why, times in sorted(broken.items())}
         self.is_masked = False
-        order = {entry.model_call_id: index for index, entry in enumerate(rollout.entries)}
+        order = {call: index for index, call in enumerate(rollout.entries)}
         self.left_out.sort(key=lambda left: order[left.model_call_id])
         if rules.on_break is OnBreak.MASK:
             self._mask(order)
@@ -100,15 +100,13 @@ class Forest:
         paths = []
         seen: set[str] = set()
         # In commit order, as the entries are.
-        for entry in self._rollout.entries:
-            if entry.model_call_id not in placed or entry.model_call_id in parents:
+        for leaf in self._rollout.entries:
+            if leaf not in placed or leaf in parents:
                 continue
-            path = self._path_to(entry.model_call_id)
+            path = self._path_to(leaf)
             before = seen if self._rules.shared_calls is SharedCalls.FIRST else set()
-            calls = [call.entry.model_call_id for call in path]
-            if any(
-                call.entry.generation_token_ids and call.entry.model_call_id not in before for call in path
-            ):
+            calls = [each.call.record.model_call_id for each in path]
+            if any(placed[call].call.generation and call not in before for call in calls):
                 paths.append((path, frozenset(before.intersection(calls))))
                 seen.update(calls)
         return paths
@@ -139,29 +137,29 @@ class Forest:
     ) -> Chain:
         ids, mask, log_probs = array("q"), array("b"), array("d")
         links = []
-        for call in path:
-            entry = call.entry
-            generated = len(entry.generation_token_ids)
-            own_prompt = entry.prompt_token_ids[0 if entry.prompt_is_delta else call.start :]
-            ids.extend(own_prompt)
-            ids.extend(entry.generation_token_ids)
-            mask.frombytes(bytes(len(own_prompt)))
-            log_probs.frombytes(bytes(8 * len(own_prompt)))
-            if entry.model_call_id in trained:
+        for placed in path:
+            call = placed.call
+            generated = len(call.generation)
+            # By their bytes, which are the same without a sign: none of them is beyond 63 bits.
+            ids.frombytes(memoryview(placed.prompt).cast("B"))
+            ids.frombytes(memoryview(call.generation).cast("B"))
+            mask.frombytes(bytes(len(placed.prompt)))
+            log_probs.frombytes(bytes(8 * len(placed.prompt)))
+            if call.record.model_call_id in trained:
                 mask.frombytes(bytes(generated))
                 log_probs.frombytes(bytes(8 * generated))
             else:
                 mask.frombytes(b"\1" * generated)
-                log_probs.extend(entry.generation_log_probs)
-            links.append(self._link(call, generated))
+                log_probs += call.log_probs
+            links.append(self._link(placed, generated))
         return Chain("records", ids, mask, log_probs, tuple(links), path[-1].digest, segment, broke)
 
-    def _link(self, call: Placed, generated: int) -> Link:
-        entry = call.entry
+    def _link(self, placed: Placed, generated: int) -> Link:
+        entry = placed.call.record
         return Link(
             model_call_id=entry.model_call_id,
-            start=call.start,
-            generation_start=call.end - generated,
+            start=placed.start,
+            generation_start=placed.end - generated,
             generation_len=generated,
             engine=engine_fields(entry, self._rollout.ledger.get(entry.model_call_id)),
             model=entry.model,
@@ -180,7 +178,7 @@ def shape_of(
     """
     forest = forest or Forest(rollout, RowRules())
     calls = {*rollout.calls, *rollout.ledger, *(row.model_call_id for row in rollout.lost)}
-    sampled = {entry.model_call_id for entry in rollout.entries if entry.generation_token_ids}
+    sampled = {name for name, call in rollout.entries.items() if call.generation}
     sampled.update(rollout.only_in_ledger)
     reasons = {*forest.breaks, *(left.reason for left in forest.left_out)}
     return Shape(

@@ -1,7 +1,8 @@
-"""One rollout as an export reads it, in one transaction that writes nothing."""
+"""One rollout as rows are made of it, read in one transaction that writes nothing."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from tokencustody.codec.chains import unpack_calls
+from tokencustody.codec.chains import prove_calls
+from tokencustody.codec.proven import ProvenCall
 from tokencustody.errors import CorruptEntryError
 from tokencustody.records import TokenEntry
 from tokencustody.schema.tables import entries, failures, fences, staged_calls, stored_payload
@@ -62,23 +64,39 @@ class CallFacts:
 class FrozenRollout:
     """A frozen rollout at one snapshot and version.
 
-    `entries` are its complete records in commit order, `calls` what their rows say. `intents` are the calls that were
-    announced and not refused, `failed` those of the marks and conflicts, in the order of their versions. `ledger` has
-    the rows of calls in commit order, `ledger_failures` the other ones, and `staged` the staged calls of those rows
-    that have no complete record, by call id.
+    `entries` are its complete records by call id, in commit order, and `calls` what their rows say. `intents` are the
+    calls that were announced and not refused, `failed` those of the marks and conflicts, in the order of their
+    versions. `ledger` has the rows of calls in commit order, `ledger_failures` the other ones, and `staged` the staged
+    calls of those rows that have no complete record, by call id.
     """
 
     key: RolloutKey
     snapshot_id: str
     version: int
     incomplete: bool
-    entries: Sequence[TokenEntry]
+    entries: Mapping[str, ProvenCall]
     calls: Mapping[str, CallFacts]
     intents: Sequence[str]
     failed: Sequence[str]
     ledger: Mapping[str, Any]
     ledger_failures: Sequence[Any]
     staged: Mapping[str, Any]
+
+    def prompt(self, call: ProvenCall) -> array[int]:
+        """Return the whole prompt of a call. Raises LookupError where the beginning of a delta is not there."""
+        parts = [call.prompt]
+        while call.begins_in_parent:
+            call = self.entries[str(call.record.parent_call_id)]
+            parts += [call.generation, call.prompt]
+        whole = array("Q")
+        for part in reversed(parts):
+            whole += part
+        return whole
+
+    def records(self) -> Iterator[TokenEntry]:
+        """Yield the complete records as they were written, in commit order; each is made when it is asked for."""
+        for call in self.entries.values():
+            yield call.entry(call.prompt if call.record.prompt_is_delta else self.prompt(call))
 
     @property
     def is_staged_only(self) -> bool:
@@ -129,7 +147,9 @@ class RolloutRows:
             snapshot_id=self.snapshot_id,
             version=self.version,
             incomplete=self.incomplete,
-            entries=unpack_calls(self.key.rollout_id, self.calls),
+            entries={
+                call.record.model_call_id: call for call in prove_calls(self.key.rollout_id, self.calls)
+            },
             calls=facts,
             intents=self.intents,
             failed=self.failed,

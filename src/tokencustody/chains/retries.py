@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from tokencustody.chains.reading import FrozenRollout
 from tokencustody.chains.reasons import Why
-from tokencustody.records import ParentResolutionStatus, TokenEntry
+from tokencustody.codec.proven import ProvenCall
+from tokencustody.records import ParentResolutionStatus
 
 # The parent of a call of which none is known.
 _UNKNOWN = "unknown"
@@ -47,11 +48,11 @@ def settle(rollout: FrozenRollout) -> Settled:
 class _Settling:
     def __init__(self, rollout: FrozenRollout) -> None:
         self._rollout = rollout
-        self._by_id = {entry.model_call_id: entry for entry in rollout.entries}
-        self._children: defaultdict[str, list[TokenEntry]] = defaultdict(list)
-        for entry in rollout.entries:
-            if entry.parent_call_id is not None:
-                self._children[entry.parent_call_id].append(entry)
+        self._calls = rollout.entries
+        self._children: defaultdict[str, list[str]] = defaultdict(list)
+        for name, call in self._calls.items():
+            if call.record.parent_call_id is not None:
+                self._children[call.record.parent_call_id].append(name)
         self._lengths = self._prompt_lengths()
         self._prompts: dict[str, Hashable] = {}
         self._sequences: dict[str, bytes] = {}
@@ -62,37 +63,33 @@ class _Settling:
             self._settle_group(group)
         return self._settled
 
-    def _settle_group(self, calls: Sequence[TokenEntry]) -> None:
-        members = {call.model_call_id for call in calls}
+    def _settle_group(self, members: Sequence[str]) -> None:
         # What sampled nothing and was asked again is the parent of the next answer, and no sibling of that.
-        parents = {call.parent_call_id for call in calls}
-        group = [call for call in calls if call.generation_token_ids or call.model_call_id not in parents]
+        parents = {self._calls[name].record.parent_call_id for name in members}
+        group = [name for name in members if self._calls[name].generation or name not in parents]
         doubted: set[str] = set()
-        if len(group) < len(calls):
+        if len(group) < len(members):
             # Nobody knows whether these answer beside the empty one, from which the agent went on.
-            doubted.update(call.model_call_id for call in group if self._parent_key(call) == _UNKNOWN)
+            doubted.update(name for name in group if self._parent_key(name) == _UNKNOWN)
         # A link from a call that answers the same question proves nothing: the answer is not in its request.
-        later = {
-            call.model_call_id: [
-                child for child in self._children[call.model_call_id] if child.model_call_id not in members
-            ]
-            for call in group
-        }
+        among = set(members)
+        later = {name: [child for child in self._children[name] if child not in among] for name in group}
         continued = {name for name, children in later.items() if children}
         # A link from a conflicting call proves nothing, and still leaves room for doubt.
         surely = {name for name in continued if not all(map(self._is_conflicting, later[name]))}
-        answers: defaultdict[Hashable, list[TokenEntry]] = defaultdict(list)
+        answers: defaultdict[Hashable, list[str]] = defaultdict(list)
         silent = []
-        for entry in group:
-            if not entry.generation_token_ids and entry.model_call_id not in continued:
-                silent.append(entry)
+        for name in group:
+            generation = self._calls[name].generation
+            if not generation and name not in continued:
+                silent.append(name)
             else:
                 # Of the two payloads of a conflicting call, nobody knows which was answered.
-                alone = entry.model_call_id if self._is_conflicting(entry) else ""
-                answers[alone, self._prompt_key(entry), tuple(entry.generation_token_ids)].append(entry)
+                alone = name if self._is_conflicting(name) else ""
+                answers[alone, self._prompt_key(name), generation.tobytes()].append(name)
         self._drop(silent if answers else silent[1:], Why.NO_GENERATED_TOKENS)
         kept = _received(list(answers.values()), continued, surely)
-        if kept is not None and all(call.model_call_id in doubted - continued for call in kept):
+        if kept is not None and all(name in doubted - continued for name in kept):
             kept = None
         for answer in answers.values():
             if kept is None:
@@ -100,26 +97,25 @@ class _Settling:
             elif answer is not kept:
                 self._drop(answer, Why.SUPERSEDED_RETRY)
         if kept is not None:
-            first, *others = sorted(kept, key=lambda call: self._standing(call, members, continued))
+            first, *others = sorted(kept, key=lambda name: self._standing(name, among, continued))
             self._drop(others, Why.SUPERSEDED_RETRY)
             for other in others:
-                self._settled.stands_for[other.model_call_id] = first.model_call_id
+                self._settled.stands_for[other] = first
 
     def _standing(
-        self, call: TokenEntry, members: Collection[str], continued: Collection[str]
+        self, name: str, among: Collection[str], continued: Collection[str]
     ) -> tuple[bool, bool, bool, str]:
-        name = call.model_call_id
         # One that stood for its own parent would be its own ancestor.
-        below = call.parent_call_id in members
-        return below, self._parent_key(call) == _UNKNOWN, name not in continued, name
+        below = self._calls[name].record.parent_call_id in among
+        return below, self._parent_key(name) == _UNKNOWN, name not in continued, name
 
-    def _drop(self, calls: Sequence[TokenEntry], why: Why) -> None:
-        for call in calls:
-            self._settled.dropped[call.model_call_id] = why
+    def _drop(self, names: Sequence[str], why: Why) -> None:
+        for name in names:
+            self._settled.dropped[name] = why
 
-    def _groups(self) -> Iterator[list[TokenEntry]]:
+    def _groups(self) -> Iterator[list[str]]:
         """Yield the calls that answer one question, in commit order, where they are several."""
-        question = {name: name for name in self._by_id}
+        question = {name: name for name in self._calls}
 
         def find(name: str) -> str:
             while question[name] != name:
@@ -128,117 +124,111 @@ class _Settling:
             return name
 
         for same in (*self._same_prompt(), *self._same_request()):
-            for call in same[1:]:
-                question[find(call.model_call_id)] = find(same[0].model_call_id)
-        groups: defaultdict[str, list[TokenEntry]] = defaultdict(list)
-        for entry in self._rollout.entries:
-            groups[find(entry.model_call_id)].append(entry)
+            for name in same[1:]:
+                question[find(name)] = find(same[0])
+        groups: defaultdict[str, list[str]] = defaultdict(list)
+        for name in self._calls:
+            groups[find(name)].append(name)
         yield from (group for group in groups.values() if len(group) > 1)
 
-    def _same_request(self) -> Iterator[list[TokenEntry]]:
-        by_request: defaultdict[Hashable, list[TokenEntry]] = defaultdict(list)
-        for entry in self._rollout.entries:
+    def _same_request(self) -> Iterator[list[str]]:
+        by_request: defaultdict[Hashable, list[str]] = defaultdict(list)
+        for name, call in self._calls.items():
+            record = call.record
             # An empty request asks nothing by which it could be told from others.
-            if entry.continuation_context_digest and entry.continuation_context_len > 0:
+            if record.continuation_context_digest and record.continuation_context_len > 0:
                 request = (
-                    entry.continuation_context_len,
-                    entry.continuation_context_digest,
-                    entry.fingerprint_version,
+                    record.continuation_context_len,
+                    record.continuation_context_digest,
+                    record.fingerprint_version,
                 )
-                by_request[request].append(entry)
+                by_request[request].append(name)
         yield from by_request.values()
 
-    def _same_prompt(self) -> Iterator[list[TokenEntry]]:
-        by_length: defaultdict[int, list[TokenEntry]] = defaultdict(list)
-        for entry in self._rollout.entries:
-            length = self._lengths[entry.model_call_id]
+    def _same_prompt(self) -> Iterator[list[str]]:
+        by_length: defaultdict[int, list[str]] = defaultdict(list)
+        for name in self._calls:
+            length = self._lengths[name]
             if length is not None:
-                by_length[length].append(entry)
+                by_length[length].append(name)
         for same_length in by_length.values():
             if len(same_length) == 1:
                 continue
-            by_prompt: defaultdict[Hashable, list[TokenEntry]] = defaultdict(list)
-            for entry in same_length:
-                by_prompt[self._prompt_key(entry)].append(entry)
+            by_prompt: defaultdict[Hashable, list[str]] = defaultdict(list)
+            for name in same_length:
+                by_prompt[self._prompt_key(name)].append(name)
             for prompt in by_prompt.values():
                 if len(prompt) == 1:
                     continue
-                by_parent: defaultdict[Hashable, list[TokenEntry]] = defaultdict(list)
-                for entry in prompt:
-                    by_parent[self._parent_key(entry)].append(entry)
+                by_parent: defaultdict[Hashable, list[str]] = defaultdict(list)
+                for name in prompt:
+                    by_parent[self._parent_key(name)].append(name)
                 # The unknown parent may be that of any other.
                 yield from [prompt] if _UNKNOWN in by_parent else by_parent.values()
 
     def _prompt_lengths(self) -> dict[str, int | None]:
         """Return the lengths of whole prompts, None for a delta whose beginning is not there."""
         lengths: dict[str, int | None] = {}
-        for entry in self._rollout.entries:
-            deltas: dict[str, TokenEntry] = {}
-            call: TokenEntry | None = entry
-            while call is not None and call.prompt_is_delta and call.model_call_id not in lengths:
-                if call.model_call_id in deltas:
+        for first in self._calls:
+            deltas: dict[str, ProvenCall] = {}
+            name = first
+            call: ProvenCall | None = self._calls[name]
+            while call is not None and call.record.prompt_is_delta and name not in lengths:
+                if name in deltas:
                     call = None  # they go in a circle
                     break
-                deltas[call.model_call_id] = call
-                call = self._by_id.get(str(call.parent_call_id))
+                deltas[name] = call
+                name = str(call.record.parent_call_id)
+                call = self._calls.get(name)
             length = None
             if call is not None:
-                length = lengths.setdefault(call.model_call_id, len(call.prompt_token_ids))
-            for below in reversed(deltas.values()):
+                length = lengths.setdefault(name, call.shared_len + len(call.prompt))
+            for name, below in reversed(deltas.items()):
                 if call is not None and length is not None:
-                    length += len(call.generation_token_ids) + len(below.prompt_token_ids)
-                lengths[below.model_call_id] = length
+                    length += len(call.generation) + len(below.prompt)
+                lengths[name] = length
                 call = below
         return lengths
 
-    def _prompt(self, entry: TokenEntry) -> list[int]:
-        if not entry.prompt_is_delta:
-            return entry.prompt_token_ids
-        parts = [entry.prompt_token_ids]
-        while entry.prompt_is_delta:
-            entry = self._by_id[str(entry.parent_call_id)]
-            parts += [entry.generation_token_ids, entry.prompt_token_ids]
-        return [token for part in reversed(parts) for token in part]
-
-    def _prompt_key(self, entry: TokenEntry) -> Hashable:
+    def _prompt_key(self, name: str) -> Hashable:
         """Return what tells the whole prompt from others; one whose beginning is not there is like no other."""
-        name = entry.model_call_id
         if name not in self._prompts:
             known = self._lengths[name] is not None
-            self._prompts[name] = _hash(self._prompt(entry)) if known else ("call", name)
+            self._prompts[name] = _hash(self._rollout.prompt(self._calls[name])) if known else ("call", name)
         return self._prompts[name]
 
-    def _parent_key(self, entry: TokenEntry) -> Hashable:
+    def _parent_key(self, name: str) -> Hashable:
         """Return what tells the parent from others: parents of one sequence are one."""
-        match entry.parent_resolution:
+        record = self._calls[name].record
+        match record.parent_resolution:
             case ParentResolutionStatus.ROOT:
                 return None
             case ParentResolutionStatus.RESOLVED:
-                parent = self._by_id.get(str(entry.parent_call_id))
-                if parent is None or self._lengths[parent.model_call_id] is None:
-                    return ("call", entry.parent_call_id)
-                if parent.model_call_id not in self._sequences:
-                    sequence = self._prompt(parent) + parent.generation_token_ids
-                    self._sequences[parent.model_call_id] = _hash(sequence)
-                return self._sequences[parent.model_call_id]
+                parent = str(record.parent_call_id)
+                if self._lengths.get(parent) is None:
+                    return ("call", parent)
+                if parent not in self._sequences:
+                    call = self._calls[parent]
+                    self._sequences[parent] = _hash(self._rollout.prompt(call) + call.generation)
+                return self._sequences[parent]
             case _:
                 return _UNKNOWN
 
-    def _is_conflicting(self, entry: TokenEntry) -> bool:
-        return self._rollout.calls[entry.model_call_id].is_conflicting
+    def _is_conflicting(self, name: str) -> bool:
+        return self._rollout.calls[name].is_conflicting
 
 
 def _received(
-    answers: Sequence[list[TokenEntry]], continued: Collection[str], surely: Collection[str]
-) -> list[TokenEntry] | None:
+    answers: Sequence[list[str]], continued: Collection[str], surely: Collection[str]
+) -> list[str] | None:
     """Return the calls of the answer that the agent is proven to have received, if one is."""
     if len(answers) == 1:
         return answers[0]
-    found = [calls for calls in answers if any(call.model_call_id in continued for call in calls)]
-    if len(found) == 1 and any(call.model_call_id in surely for call in found[0]):
+    found = [calls for calls in answers if any(call in continued for call in calls)]
+    if len(found) == 1 and any(call in surely for call in found[0]):
         return found[0]
     return None
 
 
-def _hash(ids: list[int]) -> bytes:
-    return hashlib.sha256(array("Q", ids).tobytes()).digest()
+def _hash(ids: array[int]) -> bytes:
+    return hashlib.sha256(ids).digest()

@@ -7,8 +7,9 @@ length or digest that a call records must be that of its sequence.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from tokencustody.chains.reading import FrozenRollout
@@ -16,23 +17,23 @@ from tokencustody.chains.reasons import LeftOut, Why
 from tokencustody.chains.retries import Settled, settle
 from tokencustody.chains.rules import RowRules
 from tokencustody.circles import circles
-from tokencustody.codec.id_columns import digest_of_ids
+from tokencustody.codec.id_columns import big_endian, digest_of_big_endian, is_beyond_int64
+from tokencustody.codec.proven import ProvenCall
 from tokencustody.errors import LineageError
 from tokencustody.lineage import check_recorded
 from tokencustody.records import ParentResolutionStatus, TokenEntry
 from tokencustody.states import OnBreak, Siblings
-
-_MAX_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A call that a row may hold: the one above it in its segment, and where its tokens begin and end.
 
-    `top` is the call with which the segment begins.
+    `prompt` is what it adds there before what it sampled. `top` is the call with which the segment begins.
     """
 
-    entry: TokenEntry
+    call: ProvenCall
+    prompt: array[int]
     parent: str | None
     top: str
     start: int
@@ -51,8 +52,8 @@ class Segments:
         self._rollout = rollout
         self._cuts = rules.on_break is OnBreak.FIRST
         self._settled = settle(rollout) if rules.siblings is Siblings.SETTLE else Settled()
-        self._children: dict[str, list[TokenEntry]] = {}
-        self._tops: deque[tuple[TokenEntry, Why | None]] = deque()
+        self._children: dict[str, list[str]] = {}
+        self._tops: deque[tuple[str, Why | None]] = deque()
         self._why_out: dict[str, tuple[Why, str]] = {}
         self._breaks: dict[str, Why | None] = {}
         self.placed: dict[str, Placed] = {}
@@ -60,57 +61,56 @@ class Segments:
         while self._tops:
             self._grow(*self._tops.popleft())
         self.breaks: Mapping[str, Why | None] = {
-            entry.model_call_id: self._breaks[entry.model_call_id]
-            for entry in rollout.entries
-            if entry.model_call_id in self._breaks
+            call: self._breaks[call] for call in rollout.entries if call in self._breaks
         }
 
     @property
     def left_out(self) -> list[LeftOut]:
         """The calls that are in no segment, in commit order."""
         return [
-            LeftOut.of(self._rollout.key, why, entry.model_call_id, detail)
-            for entry in self._rollout.entries
-            for why, detail in [self._why_out.get(entry.model_call_id, (None, ""))]
+            LeftOut.of(self._rollout.key, why, call, detail)
+            for call in self._rollout.entries
+            for why, detail in [self._why_out.get(call, (None, ""))]
             if why is not None
         ]
 
     def _sort_by_parent(self) -> None:
         parents = {
-            entry.model_call_id: self._settled.stands_for.get(entry.parent_call_id, entry.parent_call_id)
-            for entry in self._rollout.entries
-            if entry.parent_call_id is not None
+            name: self._settled.stands_for.get(call.record.parent_call_id, call.record.parent_call_id)
+            for name, call in self._rollout.entries.items()
+            if call.record.parent_call_id is not None
         }
-        present = {entry.model_call_id for entry in self._rollout.entries}
         in_circle = {call for circle in circles(parents) for call in circle}
         out: dict[str, Why] = dict(self._settled.dropped)
-        for call, facts in self._rollout.calls.items():
+        for name, facts in self._rollout.calls.items():
             if facts.is_conflicting:
-                out[call] = Why.CONFLICTING_CALL
+                out[name] = Why.CONFLICTING_CALL
         tops = []
-        for entry in self._rollout.entries:
-            call = entry.model_call_id
-            parent = parents.get(call)
-            why = _why_apart(entry, parent, present, in_circle)
-            if parent is not None and why is None:
-                self._children.setdefault(parent, []).append(entry)
+        for name, call in self._rollout.entries.items():
+            parent = parents.get(name)
+            why_apart = _why_apart(call.record, parent, self._rollout.entries, in_circle)
+            if parent is not None and why_apart is None:
+                self._children.setdefault(parent, []).append(name)
             else:
-                tops.append((entry, why))
+                tops.append((name, why_apart))
         self._why_out = {call: (why, "") for call, why in out.items()}
         # First what was not decided, for that goes all the way down.
-        for call in sorted(out, key=lambda call: out[call] is not Why.AMBIGUOUS_RETRY):
-            self._strand(call, undecided=out[call] is Why.AMBIGUOUS_RETRY)
-        for entry, why in tops:
-            self._begin(entry, why)
+        for name in sorted(out, key=lambda name: out[name] is not Why.AMBIGUOUS_RETRY):
+            self._strand(name, undecided=out[name] is Why.AMBIGUOUS_RETRY)
+        for name, why_apart in tops:
+            self._begin(name, why_apart)
 
-    def _begin(self, entry: TokenEntry, why: Why | None) -> None:
+    def _begin(self, call: str, why: Why | None) -> None:
         """Let a segment begin with the call, if it can and may."""
-        if entry.model_call_id in self._why_out:
+        if call in self._why_out:
             return
-        if why is not None and (entry.prompt_is_delta or self._cuts):
-            self._leave_out(entry.model_call_id, why)
+        if why is not None and (self._is_delta(call) or self._cuts):
+            self._leave_out(call, why)
         else:
-            self._tops.append((entry, why))
+            self._tops.append((call, why))
+
+    def _is_delta(self, call: str) -> bool:
+        return self._rollout.entries[call].record.prompt_is_delta
 
     def _leave_out(self, model_call_id: str, why: Why, detail: str = "") -> None:
         self._why_out[model_call_id] = why, detail
@@ -121,41 +121,53 @@ class Segments:
         waiting = [model_call_id]
         while waiting:
             for child in self._children.pop(waiting.pop(), ()):
-                if undecided or child.prompt_is_delta or self._cuts:
-                    self._why_out.setdefault(child.model_call_id, (Why.PARENT_LEFT_OUT, ""))
-                    waiting.append(child.model_call_id)
+                if undecided or self._is_delta(child) or self._cuts:
+                    self._why_out.setdefault(child, (Why.PARENT_LEFT_OUT, ""))
+                    waiting.append(child)
                 else:
                     self._begin(child, Why.PARENT_LEFT_OUT)
 
-    def _grow(self, top: TokenEntry, why: Why | None) -> None:
-        # Depth first, so that a single list holds the sequence of the parent at hand: below a call it only grows.
-        ids: list[int] = []
-        waiting: list[tuple[TokenEntry, str | None, int]] = [(top, None, 0)]
+    def _grow(self, top: str, why: Why | None) -> None:
+        # Depth first, so that a single column holds the sequence of the parent at hand: below a call it only grows. Its
+        # bytes are those that a digest reads, for each call has one of all of it.
+        ids = array("Q")
+        waiting: list[tuple[str, str | None, int]] = [(top, None, 0)]
         while waiting:
-            entry, parent, start = waiting.pop()
-            call = entry.model_call_id
+            name, parent, start = waiting.pop()
+            call = self._rollout.entries[name]
             del ids[start:]
-            if not entry.prompt_is_delta and entry.prompt_token_ids[:start] != ids:
-                self._begin(entry, Why.NOT_A_CONTINUATION)
+            prompt = self._added(call, ids)
+            if prompt is None:
+                self._begin(name, Why.NOT_A_CONTINUATION)
                 continue
-            ids += entry.prompt_token_ids[0 if entry.prompt_is_delta else start :]
-            ids += entry.generation_token_ids
-            problem = _problem(entry, ids, start)
+            ids += big_endian(prompt)
+            ids += big_endian(call.generation)
+            problem = _problem(call, prompt, ids)
             if problem is not None:
-                self._leave_out(call, *problem)
+                self._leave_out(name, *problem)
                 continue
             if parent is None:
-                self._breaks[call] = why
-            digest = entry.digest or digest_of_ids(ids)
-            self.placed[call] = Placed(entry, parent, top.model_call_id, start, len(ids), digest)
+                self._breaks[name] = why
+            digest = call.record.digest or digest_of_big_endian(ids)
+            self.placed[name] = Placed(call, prompt, parent, top, start, len(ids), digest)
             waiting += [
-                (child, call, len(ids))
-                for child in self._children.pop(call, ())
-                if child.model_call_id not in self._why_out
+                (child, name, len(ids))
+                for child in self._children.pop(name, ())
+                if child not in self._why_out
             ]
 
+    def _added(self, call: ProvenCall, above: array[int]) -> array[int] | None:
+        """Return the prompt ids behind the sequence of the call above, or None where they do not continue it."""
+        # A prompt that was stored without that sequence was proven to begin with it when it was read.
+        if call.record.prompt_is_delta or call.shared_len == len(above):
+            return call.prompt
+        prompt = self._rollout.prompt(call)
+        return prompt[len(above) :] if big_endian(prompt[: len(above)]) == above else None
 
-def _why_apart(entry: TokenEntry, parent: str | None, present: set[str], in_circle: set[str]) -> Why | None:
+
+def _why_apart(
+    entry: TokenEntry, parent: str | None, present: Container[str], in_circle: set[str]
+) -> Why | None:
     """Return why the record of a call gives it no parent that is there, or None for a root or where it does."""
     if entry.parent_resolution is None:
         return Why.PARENT_NOT_RECORDED
@@ -166,11 +178,11 @@ def _why_apart(entry: TokenEntry, parent: str | None, present: set[str], in_circ
     return Why.PARENT_CYCLE if entry.model_call_id in in_circle else None
 
 
-def _problem(entry: TokenEntry, ids: list[int], start: int) -> tuple[Why, str] | None:
+def _problem(call: ProvenCall, prompt: array[int], ids: array[int]) -> tuple[Why, str] | None:
     try:
-        check_recorded(entry, ids, digest_of_ids)
+        check_recorded(call.record, ids, digest_of_big_endian)
     except LineageError as exc:
         return Why.NOT_PROVEN, str(exc)
-    if max(ids[start:], default=0) > _MAX_INT64:
+    if is_beyond_int64(prompt) or is_beyond_int64(call.generation):
         return Why.BEYOND_INT64, ""
     return None

@@ -146,6 +146,11 @@ class StoredCall:
         """Return the prompt and generated ids that were stored, packed."""
         return self.body[: (self.own_prompt_len + self.generation_len) * self.token_width]
 
+    def packed_log_probs(self) -> bytes:
+        """Return the log probability of each generated id, packed."""
+        start = (self.own_prompt_len + self.generation_len) * self.token_width
+        return self.body[start : start + 8 * self.generation_len]
+
     def whole_sha256(self, shared: array[int]) -> str:
         """Return the SHA-256 of the whole payload, given the ids left out, packed at the width of this call."""
         header = _HEADER.pack(

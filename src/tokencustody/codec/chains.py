@@ -13,13 +13,21 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from tokencustody.codec.calls import StoredCall, call_name, read_call
-from tokencustody.codec.id_columns import PackedIds, digest_of_ids, pack_ids
+from tokencustody.codec.id_columns import (
+    PackedIds,
+    digest_of_ids,
+    little_endian,
+    pack_ids,
+    resized,
+)
+from tokencustody.codec.proven import ProvenCall
+from tokencustody.columns import TYPECODES
 from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.lineage import check_recorded
 from tokencustody.records import TokenEntry
@@ -27,6 +35,8 @@ from tokencustody.records import TokenEntry
 # Bytes of a prefix from which on a thread is worth its while, and the prefixes that may wait for it.
 _LONG = 128 * 1024
 _MOST_PENDING = 8
+
+Made = TypeVar("Made", TokenEntry, ProvenCall)
 
 
 def unpack_calls(rollout_id: str, rows: Iterable[Any]) -> list[TokenEntry]:
@@ -36,15 +46,17 @@ def unpack_calls(rollout_id: str, rows: Iterable[Any]) -> list[TokenEntry]:
     without the beginning of their prompt, and one sequence: rows that an iterator gives are let go one by one. Raises
     CorruptEntryError naming a call that is not what was written, or the parent that is missing.
     """
-    calls = [_Call.read(rollout_id, row) for row in rows]
-    children = _children_to_rebuild(calls)
-    with _Prover() as prover:
-        for whole in [call for call in calls if call.is_whole and call.model_call_id in children]:
-            _rebuild_below(whole, children, prover)
-    entries = [call.entry for call in calls if call.entry is not None]
-    if len(entries) < len(calls):
-        raise _unreached(rollout_id, calls)
-    return entries
+    calls = [_Call.read(rollout_id, row, lambda stored: stored.entry([])) for row in rows]
+    return _made(rollout_id, calls, _rebuild_below)
+
+
+def prove_calls(rollout_id: str, rows: Iterable[Any]) -> list[ProvenCall]:
+    """Return all calls of one rollout as columns, in the order of their rows, proven as by `unpack_calls`.
+
+    Each holds its own ids only, so that what is held grows as what is stored. Raises as `unpack_calls` does.
+    """
+    calls = [_Call.read(rollout_id, row, ProvenCall.of) for row in rows]
+    return _made(rollout_id, calls, _prove_below)
 
 
 def unpack_chain(
@@ -90,8 +102,8 @@ def unpack_sequence_on(rollout_id: str, row: Any, beginning: PackedIds) -> Packe
 
 
 @dataclass(slots=True)
-class _Call:
-    """A call with its entry, or with what was stored until the entry is rebuilt."""
+class _Call(Generic[Made]):
+    """A call with what is made of it, or with what was stored until the beginning of its prompt is proven."""
 
     model_call_id: str
     parent_call_id: str | None
@@ -99,23 +111,42 @@ class _Call:
     token_width: int
     payload_sha256: str
     stored: StoredCall | None = None
-    entry: TokenEntry | None = None
+    made: Made | None = None
 
     @classmethod
-    def read(cls, rollout_id: str, row: Any) -> _Call:
+    def read(cls, rollout_id: str, row: Any, make: Callable[[StoredCall], Made]) -> Self:
         stored = _read(rollout_id, row)
         call = cls(
             row.model_call_id, stored.parent_call_id, stored.is_delta, stored.token_width, row.payload_sha256
         )
         if stored.shared_len is None:
-            call.entry = stored.entry([])
+            call.made = make(stored)
         else:
             call.stored = stored
         return call
 
     @property
     def is_whole(self) -> bool:
-        return self.entry is not None and not self.is_delta
+        return self.made is not None and not self.is_delta
+
+
+_Children = dict[str, list[_Call[Made]]]
+
+
+def _made(
+    rollout_id: str,
+    calls: list[_Call[Made]],
+    below: Callable[[_Call[Made], _Children[Made], _Prover], None],
+) -> list[Made]:
+    """Return what is made of each call, once `below` has proven and made those below each whole one."""
+    children = _children_to_rebuild(calls)
+    with _Prover() as prover:
+        for whole in [call for call in calls if call.is_whole and call.model_call_id in children]:
+            below(whole, children, prover)
+    made = [call.made for call in calls if call.made is not None]
+    if len(made) < len(calls):
+        raise _unreached(rollout_id, calls)
+    return made
 
 
 def _read(rollout_id: str, row: Any) -> StoredCall:
@@ -135,15 +166,15 @@ def _read(rollout_id: str, row: Any) -> StoredCall:
     return call
 
 
-def _children_to_rebuild(calls: list[_Call]) -> dict[str, list[_Call]]:
+def _children_to_rebuild(calls: list[_Call[Made]]) -> _Children[Made]:
     """Return, by parent, the calls to be rebuilt and the deltas between them and a whole call."""
     by_id = {call.model_call_id: call for call in calls}
-    children: dict[str, list[_Call]] = {}
+    children: _Children[Made] = {}
     linked = set()
     for stored in calls:
-        if stored.entry is not None:
+        if stored.made is not None:
             continue
-        call: _Call | None = stored
+        call: _Call[Made] | None = stored
         while call is not None and not call.is_whole and call.model_call_id not in linked:
             linked.add(call.model_call_id)
             parent = call.parent_call_id or ""
@@ -173,9 +204,14 @@ class _Prover:
             if self._beside is not None:
                 self._beside.shutdown()
 
-    def prove(self, call: StoredCall, payload_sha256: str, ids: list[int], packed: array[int]) -> None:
-        """Prove that a call's shared prefix is `ids`, which `packed` may hold at some width."""
-        shared = _at_width_of(call, ids, packed)
+    def prove(self, call: StoredCall, payload_sha256: str, packed: array[int]) -> None:
+        """Prove that a call's shared prefix is the ids that `packed` holds at some width."""
+        if call.shared_len != len(packed):
+            raise _not_rebuilt(call)
+        try:
+            shared = _resized(packed, call.token_width)
+        except OverflowError:
+            raise _not_rebuilt(call) from None
         if len(shared) * shared.itemsize < _LONG:
             if call.whole_sha256(shared) != payload_sha256:
                 raise _not_rebuilt(call)
@@ -193,7 +229,33 @@ class _Prover:
             raise _not_rebuilt(call)
 
 
-def _rebuild_below(whole: _Call, children: dict[str, list[_Call]], prover: _Prover) -> None:
+def _resized(packed: array[int], width: int) -> array[int]:
+    if packed.itemsize == width:
+        return packed
+    column = array(TYPECODES[width])
+    column.frombytes(resized(packed.tobytes(), packed.itemsize, width))
+    return column
+
+
+def _prove_below(whole: _Call[ProvenCall], children: _Children[ProvenCall], prover: _Prover) -> None:
+    # As below, but the sequence is only held as it is hashed.
+    pending = [(whole, 0, array("H"))]
+    while pending:
+        call, length, packed = pending.pop()
+        del packed[length:]
+        if call.stored is not None:
+            prover.prove(call.stored, call.payload_sha256, packed)
+            call.made = ProvenCall.of(call.stored)
+            call.stored = None
+        below = children.get(call.model_call_id)
+        if below and call.made is not None:
+            packed = _resized(packed, max(packed.itemsize, call.token_width))
+            for own in (call.made.prompt, call.made.generation):
+                packed.frombytes(resized(little_endian(own), 8, packed.itemsize))
+            pending += [(child, len(packed), packed) for child in below]
+
+
+def _rebuild_below(whole: _Call[TokenEntry], children: _Children[TokenEntry], prover: _Prover) -> None:
     # Depth first, so that a single list holds the sequence of the parent at hand: below a call it only grows.
     ids: list[int] = []
     pending = [(whole, 0, array("H"))]
@@ -201,14 +263,13 @@ def _rebuild_below(whole: _Call, children: dict[str, list[_Call]], prover: _Prov
         call, length, packed = pending.pop()
         del ids[length:], packed[length:]
         if call.stored is not None:
-            if call.stored.shared_len is not None:
-                prover.prove(call.stored, call.payload_sha256, ids, packed)
-            call.entry = call.stored.entry(ids)
+            prover.prove(call.stored, call.payload_sha256, packed)
+            call.made = call.stored.entry(ids)
             call.stored = None
         below = children.get(call.model_call_id)
-        if below and call.entry is not None:
-            prompt = call.entry.prompt_token_ids
-            own = (prompt if call.is_delta else prompt[length:]) + call.entry.generation_token_ids
+        if below and call.made is not None:
+            prompt = call.made.prompt_token_ids
+            own = (prompt if call.is_delta else prompt[length:]) + call.made.generation_token_ids
             ids += own
             if call.token_width > packed.itemsize:
                 packed = pack_ids(ids, call.token_width)
@@ -226,11 +287,9 @@ def _rebuilt(call: StoredCall, payload_sha256: str, ids: list[int]) -> TokenEntr
     return call.entry(ids)
 
 
-def _at_width_of(call: StoredCall, ids: list[int], packed: array[int] | None = None) -> array[int]:
+def _at_width_of(call: StoredCall, ids: list[int]) -> array[int]:
     if call.shared_len != len(ids):
         raise _not_rebuilt(call)
-    if packed is not None and packed.itemsize == call.token_width:
-        return packed
     try:
         return pack_ids(ids, call.token_width)
     except OverflowError:
@@ -245,9 +304,9 @@ def _not_rebuilt(call: StoredCall) -> CorruptEntryError:
     )
 
 
-def _unreached(rollout_id: str, calls: list[_Call]) -> CorruptEntryError:
+def _unreached(rollout_id: str, calls: list[_Call[Made]]) -> CorruptEntryError:
     by_id = {call.model_call_id: call for call in calls}
-    first = next(call for call in calls if call.entry is None)
+    first = next(call for call in calls if call.made is None)
     passed: set[str] = set()
     wanted = first.model_call_id
     while wanted in by_id and wanted not in passed:

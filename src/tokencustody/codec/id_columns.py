@@ -46,12 +46,59 @@ def pack_ids(ids: list[int], width: int) -> array[int]:
     return _swapped_on_big_endian(array(TYPECODES[width], ids))
 
 
-def digest_of_ids(ids: list[int]) -> str:
-    """Return what `compute_digest` does for ids that were validated before, several times as fast."""
-    column = array("Q", ids)
+def resized(data: bytes, width: int, to: int) -> bytes:
+    """Return ids as a payload holds them at `width` bytes each, at the width `to`, without an integer of any of them.
+
+    Raises OverflowError for an id that does not fit.
+    """
+    if width == to:
+        return data
+    for place in range(to, width):
+        if data[place::width].strip(b"\0"):
+            raise OverflowError(f"an id does not fit into {to} bytes")
+    out = bytearray(len(data) // width * to)
+    for place in range(min(width, to)):
+        out[place::to] = data[place::width]
+    return bytes(out)
+
+
+def wide_ids(data: bytes, width: int) -> array[int]:
+    """Return ids as a payload holds them, as a column of this machine of 64 bits."""
+    column = array(TYPECODES[width])
+    column.frombytes(data)
+    return widened(_swapped_on_big_endian(column), 8)
+
+
+def float64s(data: bytes) -> array[float]:
+    """Return numbers as a payload holds them, as a column of this machine."""
+    column = array("d")
+    column.frombytes(data)
+    return _swapped_on_big_endian(column)
+
+
+def is_beyond_int64(ids: array[int]) -> bool:
+    """Return whether an id of a column of 64 bits is 2^63 or more."""
+    highest = 7 if sys.byteorder == "little" else 0
+    return not memoryview(ids).cast("B")[highest::8].tobytes().isascii()
+
+
+def big_endian(ids: array[int]) -> array[int]:
+    """Return a copy of a column of 64 bits as digests read it; right in its bytes, not in its values."""
+    column = ids[:]
     if sys.byteorder == "little":
         column.byteswap()
-    return digest_of_uint64s(memoryview(column).cast("B"))
+    return column
+
+
+def digest_of_big_endian(column: array[int]) -> str:
+    """Return what `compute_digest` does for the ids of a column as `big_endian` returns it."""
+    with memoryview(column) as numbers, numbers.cast("B") as encoded:
+        return digest_of_uint64s(encoded)
+
+
+def digest_of_ids(ids: list[int]) -> str:
+    """Return what `compute_digest` does for ids that were validated before, several times as fast."""
+    return digest_of_big_endian(big_endian(array("Q", ids)))
 
 
 def _swapped_on_big_endian(column: array[Any]) -> array[Any]:

@@ -64,9 +64,7 @@ class CallsPart:
             rows=len(lines),
             tokens=tokens,
             trained_tokens=sampled,
-            not_finite_log_probs=sum(
-                count_not_finite(entry.generation_log_probs) for entry in rollout.entries
-            ),
+            not_finite_log_probs=sum(count_not_finite(call.log_probs) for call in rollout.entries.values()),
         )
         return exported, left_out
 
@@ -82,7 +80,7 @@ class CallsPart:
         """Return the line of each call, and how many tokens they hold and how many of these were sampled."""
         lines = {}
         tokens = sampled = 0
-        for entry in rollout.entries:
+        for entry in rollout.records():
             facts = rollout.calls[entry.model_call_id]
             about = {
                 "committed_at": facts.committed_at.isoformat(),

@@ -66,13 +66,16 @@ class GymPart:
             return None, [LeftOut.of(key, Why.NO_CALLS)]
         problem = _name_problem(rollout)
         lines: dict[str, bytes] = {}
-        for entry in rollout.entries:
+        prompts = generated = 0
+        for entry in rollout.records():
             fields = dict(entry)
             is_strict, _ = strict_json(fields)
             if not is_strict:
                 problem = problem or (entry.model_call_id, "a NaN, an infinity or an integer beyond 64 bits")
                 break
             lines[entry.model_call_id] = sorted_json(fields)
+            prompts += len(entry.prompt_token_ids)
+            generated += len(entry.generation_token_ids)
         if problem is not None:
             return None, [LeftOut.of(key, Why.GYM_CANNOT_CARRY, *problem)]
         with making_sense(key):
@@ -84,13 +87,12 @@ class GymPart:
             shape = shape_of(rollout, lines, left_out)
         self._write(rollout, lines, ledger)
         self.rows += len(lines)
-        generated = sum(len(entry.generation_token_ids) for entry in rollout.entries)
         exported = Exported.of(
             rollout,
             shape,
             calls=len(lines),
             rows=len(lines),
-            tokens=generated + sum(len(entry.prompt_token_ids) for entry in rollout.entries),
+            tokens=prompts + generated,
             trained_tokens=generated,
         )
         return exported, left_out
