@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tokencustody.states import FenceState
 from tokencustody.txn.fence import RolloutKey
 
 
 class Why(StrEnum):
-    """Why a rollout or a call is not in the files; for staged calls the receipt gives further reasons."""
+    """Why a rollout or a call is in no row or file; for staged calls the receipt gives further reasons."""
 
     # The whole rollout
     NOT_FROZEN = "not_frozen"
@@ -39,6 +40,17 @@ class Why(StrEnum):
     NOT_ON_TERMINAL_CHAIN = "not_on_terminal_chain"
     ONLY_STAGED = "only_staged"
     STAGED_CALL_MISSING = "staged_call_missing"
+
+
+def why_not(state: FenceState, incomplete: bool) -> Why | None:
+    """Return why a rollout is left out as a whole, or None where its calls decide."""
+    match state:
+        case FenceState.OPEN:
+            return Why.NOT_FROZEN
+        case FenceState.RETIRED:
+            return Why.RETIRED
+        case FenceState.FROZEN:
+            return Why.INCOMPLETE if incomplete else None
 
 
 # The conversation lost nothing by these.
@@ -84,7 +96,7 @@ def remedy(reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A rollout, or a call of it, that is not in the files, and why. `detail` has no token in it."""
+    """A rollout, or a call of it, that is in no row or file, and why. `detail` has no token in it."""
 
     run: str
     rollout_id: str

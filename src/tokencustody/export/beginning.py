@@ -6,7 +6,7 @@ from collections import Counter
 
 from sqlalchemy import Connection, func, select
 
-from tokencustody.chains.reasons import Why
+from tokencustody.chains.reasons import Why, why_not
 from tokencustody.database.transactions import Database
 from tokencustody.errors import ExportError
 from tokencustody.export.folder import ExportFolder
@@ -33,17 +33,6 @@ async def check_runs(database: Database, options: ExportOptions, rewards: Reward
         )
 
 
-def why_not(state: FenceState, incomplete: bool, options: ExportOptions) -> Why | None:
-    """Return why such a rollout is left out as a whole, or None where its calls decide."""
-    match state:
-        case FenceState.OPEN:
-            return Why.NOT_FROZEN
-        case FenceState.RETIRED:
-            return Why.RETIRED
-        case FenceState.FROZEN:
-            return Why.INCOMPLETE if incomplete and not options.include_incomplete else None
-
-
 async def report_of_nothing(
     database: Database, folder: ExportFolder, options: ExportOptions
 ) -> ExportReport | None:
@@ -56,7 +45,7 @@ async def report_of_nothing(
     def look(connection: Connection) -> ExportReport | None:
         left_out: Counter[str] = Counter()
         for state, incomplete, rollouts in connection.execute(kinds):
-            why = why_not(FenceState(state), bool(incomplete), options)
+            why = why_not(FenceState(state), bool(incomplete) and not options.include_incomplete)
             if why is None:
                 return None
             if why is not Why.RETIRED or options.rollout_ids is not None:

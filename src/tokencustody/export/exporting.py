@@ -11,14 +11,14 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from tokencustody.chains.reading import FrozenRollout, RolloutRows, making_sense, rollout_txn
-from tokencustody.chains.reasons import LeftOut, Why
+from tokencustody.chains.reasons import LeftOut, Why, why_not
 from tokencustody.database.faults import reach
 from tokencustody.database.folders import local_path
 from tokencustody.database.registry import identity_of
 from tokencustody.database.transactions import Database
 from tokencustody.database.url import DatabaseUrl, parse_url
 from tokencustody.errors import CorruptEntryError, ExportError
-from tokencustody.export.beginning import check_runs, report_of_nothing, why_not
+from tokencustody.export.beginning import check_runs, report_of_nothing
 from tokencustody.export.calls import CallsPart
 from tokencustody.export.folder import ExportFolder, saying
 from tokencustody.export.gym import GymPart
@@ -242,7 +242,8 @@ class _Export:
             self._left_out.append(_corrupt(key, exc))
             return
         # It may be deleted since its page was read.
-        why = Why.UNKNOWN if rows is None else why_not(rows.state, rows.incomplete, self._options)
+        is_out = rows is not None and rows.incomplete and not self._options.include_incomplete
+        why = Why.UNKNOWN if rows is None else why_not(rows.state, is_out)
         if rows is None or why is not None:
             self._left_out.append(LeftOut.of(key, why or Why.UNKNOWN))
             return

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from tokencustody.chains.rules import RowRules
+from tokencustody.chains.rules import RowRules, one_of
 from tokencustody.errors import InvalidRecordError
 from tokencustody.export.rewards import Rewards
 from tokencustody.records import shown
@@ -46,11 +46,7 @@ class ExportOptions:
             ("on_break", OnBreak),
             ("siblings", Siblings),
         ):
-            value = getattr(self, name)
-            if value not in list(kind):
-                raise InvalidRecordError(f"{name} must be one of {', '.join(kind)}, not {shown(value)}")
-            # Also when it came as plain text.
-            object.__setattr__(self, name, kind(value))
+            object.__setattr__(self, name, one_of(kind, getattr(self, name), name))
         for name in ("rows_per_file", "max_bytes"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:

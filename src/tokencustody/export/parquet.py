@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from itertools import accumulate, chain
 from typing import Any
 
-from tokencustody.chains.chains import Chain, Forest, count_not_finite, shape_of
-from tokencustody.chains.reading import FrozenRollout, making_sense
-from tokencustody.chains.reasons import LeftOut, Shape, Why
+from tokencustody.chains.chains import Chain, count_not_finite
+from tokencustody.chains.reading import FrozenRollout
+from tokencustody.chains.reasons import LeftOut, Shape
+from tokencustody.chains.rows import rows_of
 from tokencustody.chains.rules import RowRules
-from tokencustody.chains.staged import staged_chain, staged_left_out
 from tokencustody.errors import ExportError
 from tokencustody.export.folder import ExportFolder
 from tokencustody.export.report import Exported
@@ -176,39 +176,26 @@ class ParquetPart:
 
         Raises CorruptEntryError, with nothing added, for rows that are not what was written.
         """
-        if rollout.entries and rollout.lost:
-            return None, [LeftOut.of(rollout.key, row.reason, row.model_call_id) for row in rollout.lost]
-        chains: Iterable[Chain]
-        with making_sense(rollout.key):
-            forest = Forest(rollout, self._rules)
-            if rollout.is_staged_only:
-                found, left_out = staged_chain(rollout)
-                chains = () if found is None else (found,)
-                held = {link.model_call_id for each in chains for link in each.links}
-            else:
-                chains, held = forest.chains(), forest.calls
-                left_out = forest.left_out + staged_left_out(rollout, Why.STAGED_BESIDE_RECORDS)
-            shape = shape_of(rollout, held, left_out, forest)
-        # What sampled nothing is handed over without a row.
-        if not held and (forest.is_masked or not rollout.entries or not shape.is_held):
-            return None, left_out or [LeftOut.of(rollout.key, Why.NO_CALLS)]
+        made = rows_of(rollout, self._rules)
+        if made.shape is None:
+            return None, list(made.left_out)
         rows = tokens = trained = not_finite = routes_left_out = 0
-        for each in chains:
-            routes_left_out += self._add_row(rollout, rows, each, shape)
+        for each in made.chains:
+            routes_left_out += self._add_row(rollout, rows, each, made.shape)
             rows += 1
             tokens, trained = tokens + len(each.token_ids), trained + sum(each.loss_mask)
             not_finite += count_not_finite(each.log_probs)
         exported = Exported.of(
             rollout,
-            shape,
-            calls=len(held),
+            made.shape,
+            calls=len(made.calls),
             rows=rows,
             tokens=tokens,
             trained_tokens=trained,
             not_finite_log_probs=not_finite,
             routes_left_out=routes_left_out,
         )
-        return exported, left_out
+        return exported, list(made.left_out)
 
     def finish(self) -> None:
         """Close the file, to be published."""
