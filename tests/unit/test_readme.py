@@ -1,4 +1,4 @@
-"""The first program of the README, run as it stands."""
+"""The programs of the README that store and read calls, run as they stand."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.rollouts import linear_rollout
 from tokencustody.errors import TokenCaptureRetiredError
 from tokencustody.store import open_store
 
@@ -19,13 +20,11 @@ pytestmark = pytest.mark.quick
 README = Path(__file__).parents[2] / "README.md"
 
 
-def _first_program() -> str:
-    section = README.read_text().split("## In a dozen lines", 1)[1]
-    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    names = re.search(r"`(from tokencustody import [^`]*)`", section)
-    assert block is not None
-    assert names is not None
-    return f"{names[1]}\nasync def program():\n{textwrap.indent(block[1], '    ')}"
+def _program(number: int) -> str:
+    section = README.read_text().split("## In a dozen lines", 1)[1].split("\n## ", 1)[0]
+    block = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[number]
+    names = re.findall(r"`(from tokencustody[a-z.]* import [^`]*)`", section)[number]
+    return f"{names}\nasync def program():\n{textwrap.indent(block, '    ')}"
 
 
 def test_the_first_program_stores_freezes_and_drops_a_call_without_loss(
@@ -51,7 +50,7 @@ def test_the_first_program_stores_freezes_and_drops_a_call_without_loss(
         "my_engine": my_engine,
         "train_on": lambda entries, masked: trained.append((entries, masked)),
     }
-    exec(compile(_first_program(), README.name, "exec"), given)  # noqa: S102 - the README's own
+    exec(compile(_program(0), README.name, "exec"), given)  # noqa: S102 - the README's own
     asyncio.run(given["program"]())
 
     ((entries, masked),) = trained
@@ -65,3 +64,34 @@ def test_the_first_program_stores_freezes_and_drops_a_call_without_loss(
                 await store.sink.put(entries[0])
 
     asyncio.run(late())
+
+
+def test_the_program_of_a_trainer_trains_each_sampled_token_and_drops_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained: list[Any] = []
+
+    async def put() -> None:
+        async with open_store("captures.db", run="run-42") as store:
+            for entry in linear_rollout(3, rollout_id="whole"):
+                await store.sink.put(entry.entry)
+            await store.sink.begin_call("lost", "call-1")
+
+    asyncio.run(put())
+    given: dict[str, Any] = {"rollout_ids": ["whole", "lost"], "train_on": lambda *row: trained.append(row)}
+    exec(compile(_program(1), README.name, "exec"), given)  # noqa: S102 - the README's own
+    asyncio.run(given["program"]())
+
+    ((token_ids, loss_mask, log_probs),) = trained
+    last = linear_rollout(3, rollout_id="whole")[-1]
+    assert tuple(token_ids.tolist()) == last.tokens
+    assert (log_probs < 0).tolist() == (loss_mask == 1).tolist()
+
+    async def states() -> list[bool]:
+        async with open_store("captures.db", run="run-42") as store:
+            with pytest.raises(TokenCaptureRetiredError):
+                await store.source.freeze("whole")
+            return [(await store.source.freeze("lost")).incomplete]
+
+    assert asyncio.run(states()) == [True]

@@ -22,7 +22,7 @@ FLOORS = (
     ("spill",),
     ("store",),
     ("chains", "overview"),
-    ("verify", "export", "gym_import", "copying", "retention", "backup", "sql_prompt"),
+    ("verify", "export", "gym_import", "copying", "retention", "backup", "sql_prompt", "training"),
     ("control", "conformance", "integrations"),
     ("demo",),
     ("cli",),

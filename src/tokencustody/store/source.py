@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -58,7 +58,21 @@ class SqlTokenSource(RolloutRemover):
         bytes are not those that were written, or the rollout if anything was removed, added or changed behind the
         fence.
         """
-        key = RolloutKey(self.run, check_rollout_id(rollout_id))
+        frozen = await self._raise_fence(RolloutKey(self.run, check_rollout_id(rollout_id)), all_calls_txn)
+        return TokenCaptureSnapshot(
+            rollout_id=rollout_id,
+            # In a thread, for other rollouts go on meanwhile; each row is let go as soon as it is read.
+            entries=tuple(await asyncio.to_thread(unpack_calls, rollout_id, _taken_from(frozen.calls))),
+            incomplete=frozen.incomplete,
+            snapshot_id=frozen.snapshot_id,
+            version=frozen.version,
+            refusals=frozen.refusals,
+        )
+
+    async def _raise_fence(
+        self, key: RolloutKey, read_calls: Callable[[Connection, RolloutKey], Sequence[Any]]
+    ) -> _Frozen:
+        """Freeze the rollout, whose calls `read_calls` reads as `all_calls_txn` does, be it without their payloads."""
         stamp = Stamp.make(now(), self.written_by)
         minted_id = uuid4().hex
 
@@ -66,7 +80,7 @@ class SqlTokenSource(RolloutRemover):
             fence = lock_fence_txn(connection, key, stamp)
             refuse_if_retired(fence, key, "the freeze")
             snapshot_id = fence.snapshot_id or minted_id
-            calls = list(all_calls_txn(connection, key))
+            calls = list(read_calls(connection, key))
             held = held_txn(connection, key, calls)
             refused = {
                 row.model_call_id: row.refusal_code for row in held.announced if row.refused_at is not None
@@ -95,16 +109,7 @@ class SqlTokenSource(RolloutRemover):
             refusals = tuple(CallRefusal(call_id, code) for call_id, code in sorted(refused.items()))
             return _Frozen(snapshot_id, version, incomplete, calls, refusals)
 
-        frozen = await self._write_after_marks(key, raise_fence)
-        return TokenCaptureSnapshot(
-            rollout_id=rollout_id,
-            # In a thread, for other rollouts go on meanwhile; each row is let go as soon as it is read.
-            entries=tuple(await asyncio.to_thread(unpack_calls, rollout_id, _taken_from(frozen.calls))),
-            incomplete=frozen.incomplete,
-            snapshot_id=frozen.snapshot_id,
-            version=frozen.version,
-            refusals=frozen.refusals,
-        )
+        return await self._write_after_marks(key, raise_fence)
 
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> bool:
         """Retire exactly the frozen snapshot that was consumed.

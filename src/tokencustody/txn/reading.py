@@ -35,6 +35,8 @@ _ALL_CALLS = (
     .where(of_rollout(entries))
     .order_by(_CALL.model_call_id)
 )
+_LINKS = (_CALL.model_call_id, _CALL.payload_sha256, _CALL.parent_call_id, _CALL.prompt_is_delta)
+_ALL_LINKS: Select[Any] = select(*_LINKS).where(of_rollout(entries))
 
 
 @built_once
@@ -55,6 +57,11 @@ def _chain(connection: Connection) -> Select[Any]:
 def all_calls_txn(connection: Connection, key: RolloutKey) -> Sequence[Row[Any]]:
     """Return the rows of all calls, for `unpack_calls`; they also say whether each is a delta, and on which call."""
     return connection.execute(_ALL_CALLS, key.named()).all()
+
+
+def all_links_txn(connection: Connection, key: RolloutKey) -> Sequence[Row[Any]]:
+    """Return the rows of all calls without their payloads: what a freeze seals, and what it marks broken deltas by."""
+    return connection.execute(_ALL_LINKS, key.named()).all()
 
 
 def call_txn(connection: Connection, key: RolloutKey, model_call_id: str) -> Row[Any] | None:
