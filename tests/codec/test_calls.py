@@ -287,6 +287,21 @@ async def test_an_id_that_equals_an_integer_is_stored_as_that_integer(store: Cap
     assert [(type(token), token) for token in read.prompt_token_ids] == [(int, 1), (int, 0), (int, 7)]
 
 
+async def test_a_log_probability_that_is_an_integer_is_stored_as_the_float_that_it_equals(
+    store: CaptureStore,
+) -> None:
+    entry = broken(generation_log_probs=[-1, -2.5, 0])
+    assert [type(each) for each in validated(entry).generation_log_probs] == [float, float, float]
+    await store.sink.put(entry)
+    await store.sink.put(broken(generation_log_probs=[-1.0, -2.5, 0.0]))
+    (read,) = (await store.source.freeze("rollout-1")).entries
+    assert [(type(each), each) for each in read.generation_log_probs] == [
+        (float, -1.0),
+        (float, -2.5),
+        (float, 0.0),
+    ]
+
+
 async def test_lists_that_change_while_a_call_is_on_its_way_are_stored_as_they_were(
     store: CaptureStore, faults: dict[str, Any]
 ) -> None:

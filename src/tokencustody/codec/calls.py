@@ -205,8 +205,8 @@ def _is_packable(columns: Mapping[str, Any]) -> bool:
         if type(column) is not list and not is_packed:
             return False
     log_probs = columns["generation_log_probs"]
-    # An array takes whatever can be made a float, such as True.
-    return type(log_probs) is array or set(map(type, log_probs)) <= {float, int}
+    # An array takes whatever can be made a float, such as True or an integer that no float holds.
+    return type(log_probs) is array or set(map(type, log_probs)) <= {float}
 
 
 def _checked(fields: dict[str, Any]) -> TokenEntry:
