@@ -430,3 +430,15 @@ def test_an_id_that_utf8_cannot_carry_is_refused_by_its_name(field: str) -> None
     with pytest.raises(ValueError, match=f"{field}: UTF-8 cannot carry") as caught:
         compute_staging_digest(**(call | {field: SURROGATE}))
     assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize("kind", ["holds itself", "holds one object many times"])
+def test_a_lone_surrogate_in_extras_is_looked_for_once_in_each_object(kind: str) -> None:
+    held: list[Any] = []
+    if kind == "holds itself":
+        held += [held, held]
+    else:
+        for _ in range(60):
+            held = [held, {"in": held}]
+    with pytest.raises(ValueError, match=r"^extras\['a'\]: UTF-8 cannot carry the text"):
+        compute_extras_digest({"a": "\ud800", "b": held})

@@ -270,8 +270,14 @@ def _encode_extra(value: Any, encoded: bytearray) -> None:
 def _place_of_surrogate(extras: Any) -> str:
     """Return where in extras a text lies that UTF-8 cannot encode."""
     waiting: list[tuple[str, Any]] = [("extras", extras)]
+    # What stands in several places, or in itself, is looked at once.
+    seen: set[int] = set()
     while waiting:
         place, value = waiting.pop()
+        if isinstance(value, list | Mapping):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
             return place
         if isinstance(value, list):
