@@ -451,29 +451,27 @@ def test_a_growing_rollout_has_one_integer_for_each_token_however_many_prompts_h
     assert sum(len(entry.prompt_token_ids) for entry in entries) > 75_000
 
 
-def test_reading_holds_no_more_than_one_sequence_when_the_result_is_complete() -> None:
+def traced(read: Callable[..., Any]) -> tuple[Any, int, int]:
+    """Return what `read` makes of a growing rollout, and how many bytes that holds and took at most."""
     rows = [call.row for call in growing(150)]
-    unpack_calls(ROLLOUT, rows)
+    read(ROLLOUT, rows)
     tracemalloc.start()
     try:
-        entries = unpack_calls(ROLLOUT, iter(rows))
-        held, peak = tracemalloc.get_traced_memory()
+        result = read(ROLLOUT, iter(rows))
+        return result, *tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+
+
+def test_reading_holds_no_more_than_one_sequence_when_the_result_is_complete() -> None:
+    entries, held, peak = traced(unpack_calls)
     # A list and a packed column of 15,000 ids, and a temporary of each.
     assert peak - held < 15_000 * 2 * (8 + 4)
     assert held > 8 * sum(len(entry.prompt_token_ids) for entry in entries)
 
 
 def test_columns_hold_what_is_stored_and_make_no_number_of_a_token() -> None:
-    rows = [call.row for call in growing(150)]
-    prove_calls(ROLLOUT, rows)
-    tracemalloc.start()
-    try:
-        calls = prove_calls(ROLLOUT, iter(rows))
-        held, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    calls, held, peak = traced(prove_calls)
     # Not a byte for each id of the prompts; and while reading the rows and one sequence of 15,000, but no list of it.
     assert held < sum(call.shared_len for call in calls)
     assert peak - held < 15_000 * 4 * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,5 +140,9 @@ async def test_a_version_table_that_makes_no_sense_is_named(tmp_path: Path) -> N
 
 def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
     for migration in (migrate.upgrade, migrate.current, migrate.check):
-        with pytest.raises(StoreUnavailableError, match=r"x{300} (is not available|does not exist)"):
-            migration(str(tmp_path / ("x" * 300)))
+        try:
+            said = str(migration(str(tmp_path / ("x" * 300))))
+        except StoreUnavailableError as exc:
+            said = str(exc)
+        # From Python 3.14 on it is a path that is not there, which `check` returns as a problem.
+        assert re.search(r"x{300} (is not available|does not exist)", said)

@@ -50,11 +50,7 @@ _HEADER = struct.Struct("<BBBxQQ")
 _SHARED_HEADER = struct.Struct("<BBBxQQQ")
 _MAX_COLUMN_INT = 2**63 - 1
 # Of the arrays that `TokenEntry` makes of buffers.
-_TYPECODES_OF = {
-    "prompt_token_ids": set(TYPECODES.values()),
-    "generation_token_ids": set(TYPECODES.values()),
-    "generation_log_probs": {"d"},
-}
+_TYPECODES_OF = dict(zip(TOKEN_FIELDS, ("HIQ", "HIQ", "d"), strict=True))
 _NO_TOKENS: dict[str, list[Any]] = {name: [] for name in TOKEN_FIELDS}
 
 
