@@ -10,9 +10,17 @@ import re
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    FailFast,
+    PlainSerializer,
+    StrictFloat,
+    StrictInt,
+    WrapValidator,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -39,58 +47,72 @@ class ColumnModel(BaseModel):
         return BaseModel.__eq__(_with_lists(self), _with_lists(other))
 
 
-def ids_of(values: Any, field: str = "") -> Any:
-    """Return ids that came as a buffer as the narrowest array, and anything else, `bytes` included, as it is.
+def ids_of(values: Any, field: str) -> Any:
+    """Return ids that came as a buffer as the narrowest array, and those of any other sequence as a list.
 
-    An array that is the narrowest already is not copied. Raises ValueError, naming `field` if it is given, for a buffer
-    that is no column of integers of 1, 2, 4 or 8 bytes, and for a negative id.
+    Such an array, or a list, is returned as it is, and no element of a list is looked at. Raises ValueError, naming
+    `field`, for what is no sequence, text and bytes included, for a buffer that is no column of integers of 1, 2, 4 or
+    8 bytes, and for a negative id in one.
     """
-    if type(values) is array and values.typecode in _IDS:
-        return narrowest(values)
-    if (view := _view(values, field)) is None:
-        return values
-    order, code = _format(view, _INTEGER, "integers of 1, 2, 4 or 8 bytes", field)
-    width = view.itemsize
-    column = _native(view, _UNSIGNED[width], order)
-    ids = narrowest(column)
-    # Of a negative number the highest bit is set: its column did not become narrower, its highest byte is not in ASCII.
-    if (
-        code.islower()
-        and ids.itemsize >= width
-        and not column.tobytes()[_HIGH * (width - 1) :: width].isascii()
-    ):
-        raise _refusal(field, _OUT_OF_RANGE)
-    return ids
+    column = _ids(values, field)
+    return _listed(values, field=field) if column is None else column
 
 
-def floats_of(values: Any, field: str = "") -> Any:
-    """Return float64 or float32 numbers that came as a buffer as an array of float64, and anything else as it is.
+def floats_of(values: Any, field: str) -> Any:
+    """Return float64 or float32 numbers that came as a buffer as an array of float64, and others as a list.
 
-    Such an array is not copied. Raises ValueError, naming `field` if it is given, for any other buffer.
+    Such an array, or a list, is returned as it is. Raises ValueError as `ids_of` does.
     """
-    if type(values) is array and values.typecode == "d":
-        return values
-    if (view := _view(values, field)) is None:
-        return values
-    order, _ = _format(view, _FLOAT, "float64 or float32", field)
-    column = _native(view, _FLOATS[view.itemsize], order)
-    return column if column.typecode == "d" else array("d", column)
+    column = _floats(values, field)
+    return _listed(values, field=field) if column is None else column
 
 
-def id_column(values: Any, as_a_list: Callable[[Any], Any]) -> Any:
-    """Return what pydantic keeps of ids: an array of their own, or what it makes of anything else."""
-    return _kept(values, ids_of(values), as_a_list)
+def as_list(values: Any) -> Any:
+    """Return the numbers of an array, of any kind that a column may be, as a list, and anything else as it is."""
+    for column_of in (_ids, _floats):
+        try:
+            column = column_of(values)
+        except ValueError:
+            continue
+        if column is not None:
+            return column.tolist()
+    return values
 
 
-def float_column(values: Any, as_a_list: Callable[[Any], Any]) -> Any:
-    """Return what pydantic keeps of floats, as `id_column` does of ids."""
-    return _kept(values, floats_of(values), as_a_list)
+def _keep_ids(values: Any, as_a_list: Callable[[Any], Any]) -> Any:
+    return _kept(values, _ids(values), as_a_list)
 
 
-def _kept(given: Any, column: Any, as_a_list: Callable[[Any], Any]) -> Any:
-    if type(column) is not array:
-        return as_a_list(column)
+def _keep_floats(values: Any, as_a_list: Callable[[Any], Any]) -> Any:
+    return _kept(values, _floats(values), as_a_list)
+
+
+def _kept(given: Any, column: array[Any] | None, as_a_list: Callable[[Any], Any]) -> Any:
+    """Return what a model keeps: an array of its own, or what pydantic makes of anything else."""
+    if column is None:
+        return as_a_list(given)
     return column[:] if column is given else column
+
+
+def _listed(values: Any, *, field: str = "") -> list[Any]:
+    if isinstance(values, list):
+        return values
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
+        instead = "; it has .tolist()" if hasattr(values, "tolist") else ""
+        raise _refusal(
+            field,
+            f"must be a list of plain numbers or an array of them, not {type(values).__name__}{instead}",
+        )
+    return list(values)
+
+
+_Number = TypeVar("_Number")
+# One complaint is enough: a list of 200,000 wrong ids would fill a log.
+_List = Annotated[list[_Number], FailFast(), BeforeValidator(_listed)]
+Ids = Annotated[_List[StrictInt], WrapValidator(_keep_ids), PlainSerializer(as_list, return_type=list[int])]
+Floats = Annotated[
+    _List[StrictFloat], WrapValidator(_keep_floats), PlainSerializer(as_list, return_type=list[float])
+]
 
 
 def narrowest(ids: Sequence[int]) -> array[int]:
@@ -135,7 +157,7 @@ def uint64s(ids: Sequence[int] | Buffer, field: str) -> array[int]:
 def joined(first: Any, second: Any, field: str) -> Any:
     """Return the ids of two columns as one: two lists as a list, anything else as an array.
 
-    Raises ValueError as `uint64s` does.
+    Raises ValueError as `uint64s` does, but for two lists.
     """
     if isinstance(first, list) and isinstance(second, list):
         return first + second
@@ -151,9 +173,39 @@ def are_same(first: Any, second: Any, field: str) -> bool:
     return _array(first, field) == _array(second, field)
 
 
-def as_list(values: Any) -> Any:
-    """Return the numbers of an array as a list, and anything else as it is."""
-    return values.tolist() if type(values) is array else values
+def _ids(values: Any, field: str = "") -> array[int] | None:
+    """Return ids that came as a buffer as the narrowest array, which may be the one given, and None for others."""
+    if type(values) is array and values.typecode in _IDS:
+        return narrowest(values)
+    if (view := _view(values, field)) is None:
+        return None
+    order, code = _format(view, _INTEGER, "integers of 1, 2, 4 or 8 bytes", field)
+    width = view.itemsize
+    # What has elements says how large they are; the format of plain memory is that of bytes.
+    if width == 1 and not order and not hasattr(view.obj, "itemsize"):
+        raise _refusal(
+            field, "bytes do not say how wide an id is: cast them first, as memoryview(...).cast('I') does"
+        )
+    column = _native(view, _UNSIGNED[width], order)
+    ids = narrowest(column)
+    # Of a negative number the highest bit is set: its column did not become narrower, its highest byte is not in ASCII.
+    if (
+        code.islower()
+        and ids.itemsize >= width
+        and not column.tobytes()[_HIGH * (width - 1) :: width].isascii()
+    ):
+        raise _refusal(field, _OUT_OF_RANGE)
+    return ids
+
+
+def _floats(values: Any, field: str = "") -> array[float] | None:
+    if type(values) is array and values.typecode == "d":
+        return values
+    if (view := _view(values, field)) is None:
+        return None
+    order, _ = _format(view, _FLOAT, "float64 or float32", field)
+    column = _native(view, _FLOATS[view.itemsize], order)
+    return column if column.typecode == "d" else array("d", column)
 
 
 def _view(values: Any, field: str) -> memoryview | None:
@@ -166,6 +218,11 @@ def _view(values: Any, field: str) -> memoryview | None:
         return None
     except (ValueError, BufferError) as exc:
         raise _refusal(field, f"{type(values).__name__} gives no buffer: {exc}") from None
+    # Its buffer has the numbers that it hides.
+    if hasattr(values, "mask"):
+        raise _refusal(
+            field, "a masked array hides numbers: hand over what .filled() or .compressed() returns"
+        )
     if view.ndim != 1:
         raise _refusal(field, f"an array must have one dimension, not {view.ndim}")
     return view
@@ -202,11 +259,7 @@ def _narrowed(column: array[int]) -> array[int]:
 
 def _array(ids: Any, field: str) -> array[int]:
     values = ids_of(ids, field)
-    if isinstance(values, array):
-        return values
-    if not isinstance(values, list):
-        raise _refusal(field, f"must be a list or an array, not {type(values).__name__}")
-    return _packed(values, field)
+    return values if type(values) is array else _packed(values, field)
 
 
 def _packed(ids: Sequence[int], field: str, code: str = "") -> array[int]:
@@ -223,7 +276,8 @@ def _packed(ids: Sequence[int], field: str, code: str = "") -> array[int]:
 def _with_lists(value: Any) -> Any:
     if not isinstance(value, ColumnModel):
         return value
-    lists = {name: as_list(column) for name, column in value.__dict__.items() if type(column) is array}
+    fields = value.__dict__
+    lists = {name: column for name, given in fields.items() if (column := as_list(given)) is not given}
     return value.model_copy(update=lists) if lists else value
 
 

@@ -11,22 +11,19 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
-    PlainSerializer,
     StrictBool,
     StrictInt,
     StrictStr,
-    WrapValidator,
     model_validator,
 )
 
-from tokencustody.columns import ColumnModel, as_list, float_column, id_column, ids_of, uint64s
+from tokencustody.columns import ColumnModel, Floats, Ids, ids_of, uint64s
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -53,28 +50,6 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _only_a_list(values: Any) -> Any:
-    if not isinstance(values, list | tuple):
-        instead = "; it has .tolist()" if hasattr(values, "tolist") else ""
-        raise ValueError(
-            f"must be a list of plain numbers or an array of them, not {type(values).__name__}{instead}"
-        )
-    return values
-
-
-_Number = TypeVar("_Number")
-# One complaint is enough: a list of 200,000 wrong ids would fill a log, ids included.
-_Column = Annotated[list[_Number], FailFast(), BeforeValidator(_only_a_list)]
-_Ids = Annotated[
-    _Column[StrictInt], WrapValidator(id_column), PlainSerializer(as_list, return_type=list[int])
-]
-_Floats = Annotated[
-    _Column[Annotated[float, Field(strict=True)]],
-    WrapValidator(float_column),
-    PlainSerializer(as_list, return_type=list[float]),
-]
-
-
 class ParentResolutionStatus(StrEnum):
     """What the lineage resolver decided about a call's parent when the request came in."""
 
@@ -89,9 +64,9 @@ class TokenEntry(ColumnModel):
     `prompt_token_ids` (ids of the whole prompt, or of its part after the parent when `prompt_is_delta`),
     `generation_token_ids` and `generation_log_probs` (natural logarithms, one per generated id) are lists of
     plain Python numbers, or one-dimensional arrays with the buffer protocol, such as NumPy's: integers of 1, 2, 4 or
-    8 bytes, float64 or float32, in any byte order. The entry keeps a copy of an array, made when the entry is, as an
-    `array.array`; it is stored, hashed, dumped and compared like the list of the same numbers. `created_at` is in
-    seconds since the epoch.
+    8 bytes, float64 or float32, in any byte order; not bytes, of which nothing says how wide a number is, and no masked
+    arrays. The entry keeps a copy of an array, made when the entry is, as an `array.array`; it is stored, hashed,
+    dumped and compared like the list of the same numbers. `created_at` is in seconds since the epoch.
     """
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
@@ -100,9 +75,9 @@ class TokenEntry(ColumnModel):
     rollout_id: StrictStr
     model_call_id: StrictStr
     model: StrictStr = ""
-    prompt_token_ids: _Ids
-    generation_token_ids: _Ids
-    generation_log_probs: _Floats
+    prompt_token_ids: Ids
+    generation_token_ids: Ids
+    generation_log_probs: Floats
     routed_experts: Any | None = None
     output_items: list[dict[str, Any]] = Field(default_factory=list)
     token_item_index: StrictInt | None = None
@@ -209,7 +184,7 @@ def cumulative_tokens(entry: Any) -> list[int]:
     Raises ValueError for a delta entry, whose prompt begins in its parent.
     """
     _refuse_delta(entry)
-    return [*ids_of(entry.prompt_token_ids), *ids_of(entry.generation_token_ids)]
+    return [token for name in TOKEN_FIELDS[:2] for token in ids_of(getattr(entry, name), name)]
 
 
 def _refuse_delta(entry: Any) -> None:

@@ -147,7 +147,7 @@ def test_a_delta_is_an_array_where_it_was_given_as_one() -> None:
         (np.zeros(2), "prefix_token_ids: the elements of an array must be integers"),
         (np.array([1]), "the prefix has 1 token ids"),
         (np.array([1, 3]), "prefix_token_ids are not the admission's inline prefix"),
-        (b"\1\2", "prefix_token_ids must be a list or an array of integers"),
+        (b"\1\2", "prefix_token_ids: must be a list of plain numbers or an array of them, not bytes"),
     ],
 )
 def test_a_wrong_prefix_in_an_array_is_the_caller_s_error(prefix: Any, problem: str) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import mmap
 import pickle
 import struct
 from array import array
+from collections import UserList, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ from tokencustody.records import (
     encode_token_ids,
     stamp_lineage,
 )
+from tokencustody.staging.digest import build_staging_delta, compute_chain_hash, hash_token_ids
 
 pytestmark = pytest.mark.quick
 
@@ -194,10 +199,24 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bytes": (b"12", "must be a list of plain numbers or an array of them, not bytes"),
     "a bytearray": (bytearray(b"12"), "not bytearray"),
     "a mapping": ({1: 1}, "not dict"),
+    "a set": ({1, 2}, "not set"),
+    "what can be read once": (iter([1, 2]), "not list_iterator"),
     "none": (None, "not NoneType"),
+    "a masked array": (np.ma.masked_array([1.0, 2.0], [0, 1]), "a masked array hides numbers"),
 }
+RAW = mmap.mmap(-1, 8)
 NO_IDS = REFUSED | {
     "float64": (np.zeros(2), "not of the format 'd'"),
+    **{
+        name: (memory, "bytes do not say how wide an id is")
+        for name, memory in (
+            ("a view of bytes", memoryview(b"12345678")),
+            ("a part of them", memoryview(bytearray(8))[::2]),
+            ("a file in memory", io.BytesIO(bytes(8)).getbuffer()),
+            ("shared memory", RAW),
+            ("a view of it", memoryview(RAW)),
+        )
+    },
     **{
         f"negative {dtype}": (np.array([1, 2, -1], dtype), r"between 0 and 2\^64-1")
         for dtype in ("i1", "<i2", ">i2", "<i4", ">i4", "<i8", ">i8")
@@ -229,6 +248,65 @@ def test_what_is_no_column_of_numbers_is_refused_by_the_name_of_its_field(
     with pytest.raises(ValueError, match=rf"{field}\n.*{problem}") as refused:
         TokenEntry(rollout_id="r", model_call_id="c", **(fields | {field: given_}))
     assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("name", NO_IDS)
+def test_what_is_no_column_of_ids_is_refused_wherever_ids_are_hashed(name: str) -> None:
+    value, problem = NO_IDS[name]
+    delta = entry_of([1], [2], [-0.5], prompt_is_delta=True, parent_call_id="p", parent_resolution="resolved")
+    assigned = entry_of()
+    assigned.prompt_token_ids = value
+    hashed: list[Callable[[], Any]] = [
+        lambda: compute_digest(value),
+        lambda: encode_token_ids(value),
+        lambda: cumulative_tokens(assigned),
+        lambda: stamp_lineage(assigned, None),
+        lambda: hash_token_ids(value),
+        lambda: compute_chain_hash(None, value),
+        lambda: build_staging_delta(
+            prompt_token_ids=value, generated_token_ids=[], generated_log_probs=[], prev_len=0
+        ),
+    ]
+    if value is not None:
+        hashed.append(lambda: stamp_lineage(delta, "p", cumulative=value))
+    for door in hashed:
+        with pytest.raises(ValueError, match=problem):
+            door()
+
+
+def test_any_sequence_of_plain_numbers_is_taken_at_every_door() -> None:
+    ids, log_probs = [1, 2, 70_000], [-0.5, -0.0, -1.0]
+    expected = payload_of(entry_of(ids, ids, log_probs))
+    for form in (tuple, deque, UserList):
+        assert payload_of(entry_of(form(ids), form(ids), form(log_probs))) == expected
+        assert compute_digest(form(ids)) == compute_digest(ids)
+        assert build_staging_delta(
+            prompt_token_ids=form(ids),
+            generated_token_ids=form(ids),
+            generated_log_probs=form(log_probs),
+            prev_len=1,
+        ) == ([2, 70_000, *ids], [0.0] * 2 + [1.0] * 3, [0.0] * 2 + log_probs)
+
+
+@pytest.mark.parametrize("dtype", ["u1", ">i4", "u8"])
+def test_an_array_that_was_assigned_is_compared_and_dumped_like_the_list(dtype: str) -> None:
+    expected = entry_of([1, 2, 3], [4, 5], [-0.5, -1.0])
+    columns = {
+        "prompt_token_ids": np.array([1, 2, 3], dtype),
+        "generation_token_ids": np.array([9, 4, 9, 5], dtype)[1::2],
+        "generation_log_probs": np.array([-0.5, -1.0], ">f4"),
+    }
+    assigned = entry_of()
+    for name, column in columns.items():
+        setattr(assigned, name, column)
+    constructed = TokenEntry.model_construct(**dict(expected) | columns)
+    for entry in (assigned, constructed, expected.model_copy(update=columns)):
+        assert entry == expected
+        assert expected == entry
+        assert entry != entry_of([1, 2, 4], [4, 5], [-0.5, -1.0])
+        assert entry.model_dump() == expected.model_dump()
+        assert entry.model_dump_json() == expected.model_dump_json()
+        assert payload_of(entry) == payload_of(expected)
 
 
 def test_an_array_without_a_buffer_is_refused_with_what_to_do() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from tokencustody.columns import are_same, ids_of, joined
+from tokencustody.columns import are_same, ids_of, joined, uint64s
 from tokencustody.staging.digest import (
     build_staging_delta,
     compute_chain_hash,
@@ -252,7 +252,8 @@ def _resolve_prefix(
 ) -> list[int] | array[int]:
     inline = admission.required_prefix_token_ids
     try:
-        prefix = inline if prefix_token_ids is None else _prefix_of(prefix_token_ids)
+        prefix = inline if prefix_token_ids is None else ids_of(prefix_token_ids, "prefix_token_ids")
+        uint64s(prefix, "prefix_token_ids")
         is_inline = not inline or are_same(prefix, inline, "required_prefix_token_ids")
     except ValueError as exc:
         raise CaptureError(f"{_name(admission)}: {exc}") from None
@@ -264,17 +265,6 @@ def _resolve_prefix(
     if not is_inline:
         raise CaptureError(f"{_name(admission)}: prefix_token_ids are not the admission's inline prefix")
     return prefix[:]
-
-
-def _prefix_of(token_ids: list[int] | Buffer) -> list[int] | array[int]:
-    prefix = ids_of(token_ids, "prefix_token_ids")
-    if isinstance(prefix, array):
-        return prefix
-    if type(prefix) is not list or not set(map(type, prefix)) <= {int}:
-        raise ValueError("prefix_token_ids must be a list or an array of integers")
-    if min(prefix, default=0) < 0:
-        raise ValueError("prefix_token_ids: an id is negative")
-    return prefix
 
 
 def _build(

@@ -12,16 +12,14 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    PlainSerializer,
     StrictFloat,
     StrictInt,
     StrictStr,
     ValidationInfo,
-    WrapValidator,
     model_validator,
 )
 
-from tokencustody.columns import ColumnModel, as_list, float_column, floats_of, id_column, ids_of
+from tokencustody.columns import ColumnModel, Floats, Ids, floats_of, ids_of
 from tokencustody.staging.digest import (
     EMPTY_EXTRAS_DIGEST,
     EXTRAS_DIGEST_VERSION,
@@ -44,10 +42,6 @@ DigestHex = Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")]
 Identifier = Annotated[StrictStr, Field(min_length=1)]
 NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
 PositiveInt = Annotated[StrictInt, Field(ge=1)]
-_Ids = Annotated[list[StrictInt], WrapValidator(id_column), PlainSerializer(as_list, return_type=list[int])]
-_Floats = Annotated[
-    list[StrictFloat], WrapValidator(float_column), PlainSerializer(as_list, return_type=list[float])
-]
 
 _COMPUTE_DIGEST = object()
 
@@ -165,9 +159,9 @@ class StagedCallBaseSnapshot(_DigestWireModel, ColumnModel):
     cum_len: NonNegativeInt
     weight_version: NonNegativeInt
     digest: DigestHex
-    token_ids_delta: _Ids
-    token_mask_delta: _Floats
-    generation_log_probs_delta: _Floats
+    token_ids_delta: Ids
+    token_mask_delta: Floats
+    generation_log_probs_delta: Floats
     extras_digest: DigestHex = EMPTY_EXTRAS_DIGEST
     chain_hash: DigestHex
     cumulative_hash: DigestHex

@@ -110,5 +110,7 @@ class TrainingRollout:
 
 
 def _over(column: array[Any]) -> NDArray[Any]:
-    found: NDArray[Any] = require_numpy().frombuffer(column, dtype=column.typecode)
+    # By its size: the type code "q" is NumPy's longlong, which some programs do not take for an int64.
+    kind = "f" if column.typecode == "d" else "i"
+    found: NDArray[Any] = require_numpy().frombuffer(column, dtype=f"{kind}{column.itemsize}")
     return found
