@@ -44,7 +44,7 @@ class ColumnModel(BaseModel):
     """A model whose columns may be arrays. It equals the one whose columns are the same numbers in lists."""
 
     def __eq__(self, other: object) -> bool:
-        return BaseModel.__eq__(_with_lists(self), _with_lists(other))
+        return BaseModel.__eq__(with_lists(self), with_lists(other))
 
 
 def ids_of(values: Any, field: str) -> Any:
@@ -77,6 +77,19 @@ def as_list(values: Any) -> Any:
         if column is not None:
             return column.tolist()
     return values
+
+
+def with_lists(value: Any) -> Any:
+    """Return a copy of a `ColumnModel` whose arrays are lists; one without arrays, and anything else, as it is."""
+    if not isinstance(value, ColumnModel):
+        return value
+    lists = {
+        name: column
+        for name, given in value.__dict__.items()
+        # Most fields are none of the columns, and to find no buffer takes long.
+        if not isinstance(given, list | str | int | float | None) and (column := as_list(given)) is not given
+    }
+    return value.model_copy(update=lists) if lists else value
 
 
 def _keep_ids(values: Any, as_a_list: Callable[[Any], Any]) -> Any:
@@ -271,14 +284,6 @@ def _packed(ids: Sequence[int], field: str, code: str = "") -> array[int]:
         return array(code, ids) if code else narrowest(ids)
     except OverflowError:
         raise _refusal(field, _OUT_OF_RANGE) from None
-
-
-def _with_lists(value: Any) -> Any:
-    if not isinstance(value, ColumnModel):
-        return value
-    fields = value.__dict__
-    lists = {name: column for name, given in fields.items() if (column := as_list(given)) is not given}
-    return value.model_copy(update=lists) if lists else value
 
 
 def _refusal(field: str, message: str) -> ValueError:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from tokencustody.bodies import ENVELOPE_ROLE
+from tokencustody.columns import with_lists
 from tokencustody.errors import InvalidRecordError, LineageError, LoneSurrogateError
 from tokencustody.fingerprint import (
     FINGERPRINT_VERSION,
@@ -33,7 +34,7 @@ from tokencustody.fingerprint_v3 import (
     without_thinking,
 )
 from tokencustody.protocols import LineageMatch, LineageResolution
-from tokencustody.records import ParentResolutionStatus, TokenEntry, compute_digest
+from tokencustody.records import ParentResolutionStatus, TokenEntry, compute_digest, own_tokens
 
 # A list, or a column that its digest reads.
 Ids = TypeVar("Ids", bound=Sized)
@@ -255,8 +256,7 @@ def join_chain(chain: Sequence[TokenEntry]) -> tuple[int, ...]:
             raise LineageError(
                 f"model call {entry.model_call_id} of rollout {entry.rollout_id}: its parent chain is broken"
             )
-        tokens += entry.prompt_token_ids
-        tokens += entry.generation_token_ids
+        tokens += own_tokens(entry)
         previous = entry
     assert previous is not None  # noqa: S101 - a chain ends with the entry that was asked for
     check_recorded(previous, tokens, compute_digest)
@@ -310,10 +310,13 @@ class RolloutLineage:
     def add_entry(self, entry: TokenEntry) -> None:
         """Add a committed record. The same record again is a no-op."""
         known = self.entries.setdefault(entry.model_call_id, entry)
+        if known is entry:
+            return
         # By text: two NaN are never equal, and 0.0 equals -0.0.
-        if known is not entry and repr(known) != repr(entry):
+        text = repr(with_lists(entry))
+        if repr(with_lists(known)) != text:
             self.conflicting.add(entry.model_call_id)
-            self._others[repr(entry)] = entry
+            self._others[text] = entry
 
     def resolve(self, request_items: Sequence[dict[str, Any]]) -> LineageResolution:
         """Return whether the request is a root, resolved to one parent, or unresolved and why.

@@ -184,7 +184,13 @@ def cumulative_tokens(entry: Any) -> list[int]:
     Raises ValueError for a delta entry, whose prompt begins in its parent.
     """
     _refuse_delta(entry)
-    return [token for name in TOKEN_FIELDS[:2] for token in ids_of(getattr(entry, name), name)]
+    return own_tokens(entry)
+
+
+def own_tokens(entry: Any) -> list[int]:
+    """Return the prompt ids that the entry itself holds, and its generated ones."""
+    prompt, generation = (ids_of(getattr(entry, name), name) for name in TOKEN_FIELDS[:2])
+    return [*prompt, *generation]
 
 
 def _refuse_delta(entry: Any) -> None:

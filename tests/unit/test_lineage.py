@@ -1,6 +1,7 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -260,6 +261,29 @@ def test_a_conflicting_parent_is_no_link_of_a_delta_chain_whichever_came_first()
         except LineageError:
             outcomes.add("error")
     assert len(outcomes) == 1
+
+
+def test_a_record_of_arrays_is_the_same_record_and_its_chain_has_the_same_sequence() -> None:
+    turns = linear_rollout(3, deltas={1, 2})
+    of_lists = [turn.entry for turn in turns]
+    columns = [
+        {
+            "prompt_token_ids": np.array(entry.prompt_token_ids),
+            "generation_token_ids": np.array(entry.generation_token_ids, ">i4"),
+            "generation_log_probs": np.array(entry.generation_log_probs),
+        }
+        for entry in of_lists
+    ]
+    made = [TokenEntry(**dict(entry) | arrays) for entry, arrays in zip(of_lists, columns, strict=True)]
+    assigned = [entry.model_copy(update=arrays) for entry, arrays in zip(of_lists, columns, strict=True)]
+    for entries in ([*of_lists, *made, *assigned], [*made, *of_lists], [*assigned, *made]):
+        for turn in turns:
+            assert_resolved(holding(*entries).resolve(turn.next_request()), turn)
+    # NumPy prints a long array without its middle.
+    long = altered(of_lists[0], prompt_token_ids=[1] * 2_000)
+    other = [1] * 1_000 + [2] + [1] * 999
+    twins = [long.model_copy(update={"prompt_token_ids": np.array(ids)}) for ids in ([1] * 2_000, other)]
+    assert holding(*twins).conflicting == {"call-0"}
 
 
 @pytest.mark.parametrize("items", [["text"], [{"role": "assistant", "content": 5}]])
