@@ -176,7 +176,7 @@ def validated(entry: TokenEntry) -> TokenEntry:
     """
     if not isinstance(entry, TokenEntry):
         raise InvalidRecordError(f"entry must be a TokenEntry, not {type(entry).__name__}")
-    fields = _fields(entry)
+    fields = fields_of(entry)
     columns = {name: fields.get(name) for name in TOKEN_FIELDS}
     if _is_packable(columns):
         checked = _checked({**fields, **_NO_TOKENS})
@@ -224,10 +224,10 @@ def pack_entry(entry: TokenEntry) -> PackedEntry:
     except OverflowError:
         raise _out_of_range(entry) from None
     except TypeError:
-        _checked(_fields(entry))
+        _checked(fields_of(entry))
         raise
     width = max(prompt.itemsize, generation.itemsize)
-    fields = _fields(entry)
+    fields = fields_of(entry)
     for name in TOKEN_FIELDS:
         del fields[name]
     dialect, text = encode_json(fields)
@@ -312,11 +312,11 @@ def differing_fields(first: TokenEntry, second: TokenEntry) -> list[str]:
 
     The order of keys does not count: a client that prints its record again may sort them.
     """
-    fields_of_first, fields_of_second = _fields(first), _fields(second)
+    one, other = fields_of(first), fields_of(second)
     return sorted(
         name
-        for name in fields_of_first.keys() | fields_of_second.keys()
-        if _in_bits(fields_of_first.get(name, ...)) != _in_bits(fields_of_second.get(name, ...))
+        for name in one.keys() | other.keys()
+        if _in_bits(one.get(name, ...)) != _in_bits(other.get(name, ...))
     )
 
 
@@ -357,8 +357,8 @@ def first_problem(exc: ValidationError) -> str:
     return f"{field}: {message}" if field else message
 
 
-def _fields(entry: TokenEntry) -> dict[str, Any]:
-    # What dict(entry) gives, ten times as fast.
+def fields_of(entry: TokenEntry) -> dict[str, Any]:
+    """Return what dict(entry) does, ten times as fast."""
     return {**entry.__dict__, **(entry.model_extra or {})}
 
 

@@ -97,7 +97,7 @@ def digest_of_big_endian(column: array[int]) -> str:
 
 
 def digest_of_ids(ids: list[int]) -> str:
-    """Return what `compute_digest` does for ids that were validated before, several times as fast."""
+    """Return what `compute_digest` does for ids that were validated before, in half the time."""
     return digest_of_big_endian(big_endian(array("Q", ids)))
 
 

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tokencustody.codec.calls import StoredCall, construct
+from tokencustody.codec.calls import StoredCall, construct, fields_of
 from tokencustody.codec.id_columns import float64s, wide_ids
 from tokencustody.records import TOKEN_FIELDS, TokenEntry
 
@@ -45,7 +45,6 @@ class ProvenCall:
 
     def entry(self, prompt: array[int]) -> TokenEntry:
         """Return the record with its lists, given the prompt as it was written."""
-        fields = {**self.record.__dict__, **(self.record.model_extra or {})}
         columns: tuple[array[Any], ...] = (prompt, self.generation, self.log_probs)
         lists = {name: column.tolist() for name, column in zip(TOKEN_FIELDS, columns, strict=True)}
-        return construct(TokenEntry, {**fields, **lists})
+        return construct(TokenEntry, {**fields_of(self.record), **lists})

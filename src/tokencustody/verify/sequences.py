@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from tokencustody.codec.id_columns import pack_ids
+from tokencustody.codec.id_columns import big_endian, resized, wide_ids
 from tokencustody.columns import TYPECODES
 from tokencustody.records import digest_of_uint64s
 from tokencustody.staging.digest import PREFIX_DOMAIN
@@ -34,14 +33,7 @@ class TokenSequence:
 
     def extend(self, packed: bytes, width: int) -> None:
         """Append ids as a payload holds them, little-endian, `width` bytes each."""
-        column = array(TYPECODES[width])
-        column.frombytes(packed)
-        if sys.byteorder == "big":
-            column.byteswap()
-        encoded = array("Q", column)
-        if sys.byteorder == "little":
-            encoded.byteswap()
-        self._encoded += encoded.tobytes()
+        self._encoded += big_endian(wide_ids(packed, width))
 
     def at_width(self, width: int) -> array[int]:
         """Return the ids as a payload holds them at `width`, valid until the next change.
@@ -52,9 +44,8 @@ class TokenSequence:
         if len(packed) < len(self):
             more = array("Q")
             more.frombytes(self._encoded[8 * len(packed) :])
-            if sys.byteorder == "little":
-                more.byteswap()
-            packed.extend(pack_ids(more.tolist(), width))
+            more.byteswap()  # into the order of a payload, whatever that of this machine is
+            packed.frombytes(resized(more.tobytes(), 8, width))
         return packed
 
     def digest(self) -> str:
