@@ -140,6 +140,25 @@ def test_a_delta_is_an_array_where_it_was_given_as_one() -> None:
     assert (ids.tolist(), mask.tolist(), log_probs) == ([2, 3], [0.0, 1.0], [0.0, -0.5])
 
 
+def test_the_inline_prefix_of_an_admission_may_be_an_array_and_nothing_without_an_order() -> None:
+    ids = [1, 70_000]
+    listed = child(ids, required_prefix_token_ids=ids)
+    expected = captured(listed, None, [*ids, 3], [4], [-0.5])
+    for column in id_arrays(ids).values():
+        admission = child(ids, required_prefix_token_ids=column)
+        assert admission == listed
+        assert admission.model_dump_json() == listed.model_dump_json()
+        assert captured(admission, None, [*ids, 3], [4], [-0.5]) == expected
+    for wrong in ({1, 70_000}, bytes(2), ["x"] * 100_000, np.array(["x"] * 2)):
+        with pytest.raises(ValueError, match="required_prefix_token_ids") as refused:
+            child([1, 2], required_prefix_token_ids=wrong)
+        assert len(str(refused.value)) < 400
+        record = family()[0].snapshot.model_dump()
+        with pytest.raises(ValueError, match="token_ids_delta") as refused:
+            StagedCallRecord(**record | {"token_ids_delta": wrong})
+        assert len(str(refused.value)) < 400
+
+
 @pytest.mark.parametrize(
     ("prefix", "problem"),
     [

@@ -104,11 +104,12 @@ class GenerationCutContinuation(_WireModel):
             )
 
 
-class CaptureAdmission(_WireModel):
+class CaptureAdmission(_WireModel, ColumnModel):
     """What the gate tells a worker about one call: its identity, and the exact prefix its prompt must begin with.
 
-    A `token_in` call names its prefix inline (`required_prefix_token_ids`, exactly `prev_len` ids) or as the staged
-    records whose deltas form it (`staging_chain`, oldest first). A `text` call is a root without a prefix.
+    A `token_in` call names its prefix inline (`required_prefix_token_ids`, exactly `prev_len` ids, a list or an array
+    as for `TokenEntry`) or as the staged records whose deltas form it (`staging_chain`, oldest first). A `text` call
+    is a root without a prefix.
     """
 
     rollout_id: Identifier
@@ -116,7 +117,7 @@ class CaptureAdmission(_WireModel):
     parent_call_id: Identifier | None = None
     prev_len: NonNegativeInt = 0
     mode: CaptureMode
-    required_prefix_token_ids: list[StrictInt] = Field(default_factory=list)
+    required_prefix_token_ids: Ids = Field(default_factory=list)
     staging_chain: list[str] = Field(default_factory=list)
     parent_chain_hash: DigestHex | None = None
     generation_cut: GenerationCutContinuation | None = None
