@@ -442,6 +442,7 @@ async def test_the_batch_of_the_documentation_has_every_row(store_url: str) -> N
         ({"rollout_ids": "rollout-1"}, "several ids"),
         ({"rollout_ids": ["r"], "jobs": 0}, "jobs"),
         ({"rollout_ids": ["r"], "jobs": True}, "jobs"),
+        ({"rollout_ids": ["r"], "rules": "keep"}, "rules must be RowRules, not str"),
     ],
 )
 async def test_a_request_of_no_sense_is_refused_before_anything_is_fenced(

@@ -44,9 +44,10 @@ class TrainingSource(SqlTokenSource):
         nobody wrote is fenced, as by `freeze`, and has no calls. Every call is proven by its hashes, and the rollout by
         its seal; for no token is a Python number made, but where workers staged them, for digests of each.
 
-        Raises ImportError that names the extra where NumPy is not installed, and InvalidRecordError for `jobs` below 1
-        and for a single id in place of several. What ends the reading is an id that no rollout can have
-        (InvalidRecordError) and what `freeze` raises, but for a retired rollout: CorruptEntryError names the rollout.
+        Raises ImportError that names the extra where NumPy is not installed, and InvalidRecordError for `jobs` below 1,
+        for a single id in place of several and for `rules` of another type. What ends the reading is an id that no
+        rollout can have (InvalidRecordError) and what `freeze` raises, but for a retired rollout: CorruptEntryError
+        names the rollout.
         """
         require_numpy()
         if type(jobs) is not int or jobs < 1:
@@ -55,6 +56,8 @@ class TrainingSource(SqlTokenSource):
             raise InvalidRecordError(
                 "rollout_ids must be several ids, not one text: its letters would be fenced"
             )
+        if rules is not None and not isinstance(rules, RowRules):
+            raise InvalidRecordError(f"rules must be RowRules, not {type(rules).__name__}")
         keys = (RolloutKey(self.run, check_rollout_id(each)) for each in rollout_ids)
         return self._rollouts(keys, rules or RowRules(), ordered, jobs)
 
