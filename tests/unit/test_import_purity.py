@@ -39,8 +39,25 @@ HEAVY = [
 ]
 
 
+def loaded(program: str, *arguments: str) -> set[str]:
+    """Return the names of the modules that a process has loaded when it ends."""
+    program += "\nimport sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
 @pytest.mark.parametrize("module", PURE_MODULES)
 def test_a_pure_module_loads_no_database_driver_and_no_server(module: str) -> None:
-    program = f"import {module}, sys; print(*sorted({set(HEAVY)} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert not loaded(f"import {module}") & set(HEAVY)
+
+
+@pytest.mark.parametrize("package", ["tokencustody", "tokencustody.staging"])
+def test_a_package_loads_what_it_is_asked_for(package: str) -> None:
+    assert not {"pydantic", "tokencustody.records", "tokencustody.staging.records"} & loaded(
+        f"import {package}"
+    )
+    each = f"import {package} as package; assert {{*package.__all__}} == {{*dir(package)}}"
+    assert "pydantic" in loaded(f"{each}; [getattr(package, name) for name in package.__all__]")
+    assert f"{package}.records" in loaded(f"import {package}; {package}.records")

@@ -1,69 +1,81 @@
 """Worker staging: inference workers stage exact token deltas, and a trainer verifies them against a receipt."""
 
-from tokencustody.staging.capture import (
-    ActiveCall,
-    CaptureError,
-    CaptureHost,
-    RolloutTokenCapture,
-    StreamingUnsupportedError,
-    install_capture,
-)
-from tokencustody.staging.conformance import assert_golden_vectors, load_golden_vectors
-from tokencustody.staging.digest import (
-    EMPTY_EXTRAS_DIGEST,
-    EXTRAS_DIGEST_VERSION,
-    STAGING_DIGEST_VERSION,
-    STAGING_SCHEMA_VERSION,
-    build_staging_delta,
-    compute_chain_hash,
-    compute_extras_digest,
-    compute_staging_digest,
-    encode_token_ids,
-    hash_token_ids,
-)
-from tokencustody.staging.protocols import CaptureAdapter, StagingSink, StagingSource, WeightVersionProvider
-from tokencustody.staging.rebuild import (
-    ExtrasCommitment,
-    LinearizedRow,
-    RebuildError,
-    ReceiptVerificationError,
-    WeightVersionSpan,
-    linearize,
-    verify_and_linearize,
-)
-from tokencustody.staging.records import (
-    CallRecord,
-    CaptureAdmission,
-    CaptureDisposition,
-    CaptureLedgerCommit,
-    CaptureMode,
-    CommitCoords,
-    GenerationCutContinuation,
-    ManifestFailure,
-    RolloutManifest,
-    RolloutReceipt,
-    RolloutRemoval,
-    StagedCallBaseSnapshot,
-    StagedCallRecord,
-    StagedCallSnapshot,
-    StageResult,
-    staging_key,
-)
-from tokencustody.staging.routes import (
-    MISSING_ROUTE_SENTINEL,
-    RoutedExpertsFragment,
-    RouteSpanMode,
-    classify_route_span,
-    decode_routed_experts,
-    encode_routed_experts,
-    routed_experts_token_count,
-)
-from tokencustody.staging.terminal import (
-    TerminalAttribution,
-    TerminalSelection,
-    assemble_receipt,
-    select_terminal_call,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokencustody.lazy import names
+
+if TYPE_CHECKING:
+    from tokencustody.staging.capture import (
+        ActiveCall,
+        CaptureError,
+        CaptureHost,
+        RolloutTokenCapture,
+        StreamingUnsupportedError,
+        install_capture,
+    )
+    from tokencustody.staging.conformance import assert_golden_vectors, load_golden_vectors
+    from tokencustody.staging.digest import (
+        EMPTY_EXTRAS_DIGEST,
+        EXTRAS_DIGEST_VERSION,
+        STAGING_DIGEST_VERSION,
+        STAGING_SCHEMA_VERSION,
+        build_staging_delta,
+        compute_chain_hash,
+        compute_extras_digest,
+        compute_staging_digest,
+        encode_token_ids,
+        hash_token_ids,
+    )
+    from tokencustody.staging.protocols import (
+        CaptureAdapter,
+        StagingSink,
+        StagingSource,
+        WeightVersionProvider,
+    )
+    from tokencustody.staging.rebuild import (
+        ExtrasCommitment,
+        LinearizedRow,
+        RebuildError,
+        ReceiptVerificationError,
+        WeightVersionSpan,
+        linearize,
+        verify_and_linearize,
+    )
+    from tokencustody.staging.records import (
+        CallRecord,
+        CaptureAdmission,
+        CaptureDisposition,
+        CaptureLedgerCommit,
+        CaptureMode,
+        CommitCoords,
+        GenerationCutContinuation,
+        ManifestFailure,
+        RolloutManifest,
+        RolloutReceipt,
+        RolloutRemoval,
+        StagedCallBaseSnapshot,
+        StagedCallRecord,
+        StagedCallSnapshot,
+        StageResult,
+        staging_key,
+    )
+    from tokencustody.staging.routes import (
+        MISSING_ROUTE_SENTINEL,
+        RoutedExpertsFragment,
+        RouteSpanMode,
+        classify_route_span,
+        decode_routed_experts,
+        encode_routed_experts,
+        routed_experts_token_count,
+    )
+    from tokencustody.staging.terminal import (
+        TerminalAttribution,
+        TerminalSelection,
+        assemble_receipt,
+        select_terminal_call,
+    )
 
 __all__ = [
     "EMPTY_EXTRAS_DIGEST",
@@ -123,3 +135,76 @@ __all__ = [
     "staging_key",
     "verify_and_linearize",
 ]
+
+# Each process of a worker or trainer needs a few of them.
+__getattr__ = names(
+    __name__,
+    "capture",
+    "conformance",
+    "digest",
+    "protocols",
+    "rebuild",
+    "records",
+    "routes",
+    "terminal",
+    ActiveCall="staging.capture",
+    CallRecord="staging.records",
+    CaptureAdapter="staging.protocols",
+    CaptureAdmission="staging.records",
+    CaptureDisposition="staging.records",
+    CaptureError="staging.capture",
+    CaptureHost="staging.capture",
+    CaptureLedgerCommit="staging.records",
+    CaptureMode="staging.records",
+    CommitCoords="staging.records",
+    EMPTY_EXTRAS_DIGEST="staging.digest",
+    EXTRAS_DIGEST_VERSION="staging.digest",
+    ExtrasCommitment="staging.rebuild",
+    GenerationCutContinuation="staging.records",
+    LinearizedRow="staging.rebuild",
+    MISSING_ROUTE_SENTINEL="staging.routes",
+    ManifestFailure="staging.records",
+    RebuildError="staging.rebuild",
+    ReceiptVerificationError="staging.rebuild",
+    RolloutManifest="staging.records",
+    RolloutReceipt="staging.records",
+    RolloutRemoval="staging.records",
+    RolloutTokenCapture="staging.capture",
+    RouteSpanMode="staging.routes",
+    RoutedExpertsFragment="staging.routes",
+    STAGING_DIGEST_VERSION="staging.digest",
+    STAGING_SCHEMA_VERSION="staging.digest",
+    StageResult="staging.records",
+    StagedCallBaseSnapshot="staging.records",
+    StagedCallRecord="staging.records",
+    StagedCallSnapshot="staging.records",
+    StagingSink="staging.protocols",
+    StagingSource="staging.protocols",
+    StreamingUnsupportedError="staging.capture",
+    TerminalAttribution="staging.terminal",
+    TerminalSelection="staging.terminal",
+    WeightVersionProvider="staging.protocols",
+    WeightVersionSpan="staging.rebuild",
+    assemble_receipt="staging.terminal",
+    assert_golden_vectors="staging.conformance",
+    build_staging_delta="staging.digest",
+    classify_route_span="staging.routes",
+    compute_chain_hash="staging.digest",
+    compute_extras_digest="staging.digest",
+    compute_staging_digest="staging.digest",
+    decode_routed_experts="staging.routes",
+    encode_routed_experts="staging.routes",
+    encode_token_ids="staging.digest",
+    hash_token_ids="staging.digest",
+    install_capture="staging.capture",
+    linearize="staging.rebuild",
+    load_golden_vectors="staging.conformance",
+    routed_experts_token_count="staging.routes",
+    select_terminal_call="staging.terminal",
+    staging_key="staging.records",
+    verify_and_linearize="staging.rebuild",
+)
+
+
+def __dir__() -> list[str]:
+    return __all__
