@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +62,22 @@ def test_a_package_loads_what_it_is_asked_for(package: str) -> None:
     each = f"import {package} as package; assert {{*package.__all__}} == {{*dir(package)}}"
     assert "pydantic" in loaded(f"{each}; [getattr(package, name) for name in package.__all__]")
     assert f"{package}.records" in loaded(f"import {package}; {package}.records")
+
+
+def test_a_store_loads_nothing_of_the_other_database_nor_what_makes_tables_that_are_there(
+    tmp_path: Path,
+) -> None:
+    url = str(tmp_path / "captures.db")
+    use = """
+import asyncio, sys
+from tokencustody import open_store
+
+async def use():
+    async with open_store(sys.argv[1]) as store:
+        await store.source.freeze("r")
+
+asyncio.run(use())"""
+    of_postgresql = {"asyncpg", "sqlalchemy.dialects.postgresql", "sqlalchemy.ext.asyncio", "sqlalchemy.orm"}
+    # Alembic itself loads SQLAlchemy's part for PostgreSQL.
+    assert "alembic" in loaded(use, url)
+    assert not {"alembic", *of_postgresql} & loaded(use, url)

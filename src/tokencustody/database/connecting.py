@@ -21,12 +21,6 @@ _LONGEST_FAREWELL = 0.5
 _LONGEST_SILENCE = 10.0
 _SHARE_OF_SILENCE = 1 / 3
 
-# At least `on`, whatever a role, a database or a reload says, for the commit of the transaction that evaluates it.
-DURABLE_COMMIT = (
-    "set_config('synchronous_commit',"
-    " CASE current_setting('synchronous_commit') WHEN 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)"
-)
-
 # By COPY, which takes no prepared statement: behind a pooler, that of another client might answer.
 # What is set for this session alone does not count: behind a pooler somebody else may have left it.
 _QUESTIONS = """

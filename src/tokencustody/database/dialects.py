@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -21,7 +21,10 @@ from sqlalchemy import (
     select,
     true,
 )
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql
 
 Statement = TypeVar("Statement")
 
@@ -33,6 +36,12 @@ TURNS = "tokencustody_turns"
 # In seconds, for a transaction that many calls share. It passes rollouts over that are held, and waits only where
 # another writer of the same call has not committed yet.
 LANE_PATIENCE = 0.25
+
+# At least `on`, whatever a role, a database or a reload says, for the commit of the transaction that evaluates it.
+DURABLE_COMMIT = (
+    "set_config('synchronous_commit',"
+    " CASE current_setting('synchronous_commit') WHEN 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)"
+)
 
 
 class TurnMissingError(Exception):
@@ -65,6 +74,8 @@ def insert_if_absent(connection: Connection, table: Table) -> postgresql.Insert 
 @cache
 def _insert_if_absent(for_postgresql: bool, table: Table) -> postgresql.Insert | sqlite.Insert:
     if for_postgresql:
+        from sqlalchemy.dialects import postgresql
+
         return postgresql.insert(table).on_conflict_do_nothing()
     return sqlite.insert(table).on_conflict_do_nothing()
 

@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-import asyncpg
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from tokencustody.database.remedies import remedy
-from tokencustody.database.tls import refusal
+from tokencustody.database.tls import is_of_asyncpg, refusal
 from tokencustody.database.url import DatabaseUrl
 from tokencustody.errors import AccessDeniedError, CorruptEntryError, StoreUnavailableError
 
@@ -230,7 +229,7 @@ def meaning(cause: BaseException | None) -> Failure | None:
 
 def _is_outdated(cause: BaseException | None) -> bool:
     # The tables were altered since it was prepared. Its SQLSTATE is that of what the server does not support.
-    while cause is not None and not isinstance(cause, asyncpg.InvalidCachedStatementError):
+    while cause is not None and not is_of_asyncpg(cause, "InvalidCachedStatementError"):
         cause = cause.__cause__
     return cause is not None
 
@@ -240,10 +239,10 @@ def is_at_its_end(exc: BaseException | None) -> bool:
 
     It is closed, or it has got, while it lay idle, what a pooler or a server says before closing it.
     """
-    while exc is not None and not isinstance(exc, asyncpg.InterfaceError | asyncpg.InternalClientError):
+    while exc is not None and not is_of_asyncpg(exc, "InterfaceError", "InternalClientError"):
         exc = exc.__cause__
     # A wrong argument is an InterfaceError too.
-    return isinstance(exc, asyncpg.InternalClientError) or (exc is not None and " is closed" in str(exc))
+    return exc is not None and (is_of_asyncpg(exc, "InternalClientError") or " is closed" in str(exc))
 
 
 def is_held(exc: BaseException) -> bool:

@@ -18,14 +18,15 @@ from typing import Any
 
 import asyncpg
 from sqlalchemy import Connection, event, text
+from sqlalchemy.dialects import postgresql  # noqa: F401 - else the first call would import it
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DBAPIError, DisconnectionError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 from sqlalchemy.util import await_only
 
-from tokencustody.database.connecting import DURABLE_COMMIT, Driver, connect, not_durable
-from tokencustody.database.dialects import PATIENCE, TURNS, TurnMissingError
+from tokencustody.database.connecting import Driver, connect, not_durable
+from tokencustody.database.dialects import DURABLE_COMMIT, PATIENCE, TURNS, TurnMissingError
 from tokencustody.database.engine import (
     DEFAULT_DEADLINE,
     LOGGING_NAME,

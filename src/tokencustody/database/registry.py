@@ -8,13 +8,16 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Awaitable
+from typing import TYPE_CHECKING
 
 from tokencustody.database.engine import EngineKey, Engines
-from tokencustody.database.postgresql import PostgresqlEngines
 from tokencustody.database.sqlite import SqliteEngines
 from tokencustody.database.sqlite_files import log_size
 from tokencustody.database.stats import none_counted
 from tokencustody.database.url import DatabaseUrl
+
+if TYPE_CHECKING:
+    from tokencustody.database.postgresql import PostgresqlEngines
 
 
 class _Registry:
@@ -47,6 +50,15 @@ def _start_anew() -> None:
 os.register_at_fork(after_in_child=_start_anew)
 
 
+def engines_class(url: DatabaseUrl) -> type[SqliteEngines | PostgresqlEngines]:
+    """Return the class of the engines for a database; that of PostgreSQL takes long to import, and waits for this."""
+    if url.is_sqlite:
+        return SqliteEngines
+    from tokencustody.database.postgresql import PostgresqlEngines
+
+    return PostgresqlEngines
+
+
 def acquire(key: EngineKey) -> Engines:
     """Return the engines of this process and loop for `key`, made now if need be. Pair with `release`."""
     loop = asyncio.get_running_loop()
@@ -57,7 +69,7 @@ def acquire(key: EngineKey) -> Engines:
                 _registry.forget(engine_key, engines)
         of_loop = _registry.of_loop.setdefault(loop, {})
         if key not in of_loop:
-            of_loop[key] = SqliteEngines(key) if key.url.is_sqlite else PostgresqlEngines(key)
+            of_loop[key] = engines_class(key.url)(key)
         engines = of_loop[key]
         engines.users += 1
     if ended:

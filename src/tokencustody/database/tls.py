@@ -6,8 +6,6 @@ import os
 import ssl
 from urllib.parse import parse_qs, urlsplit
 
-import asyncpg
-
 from tokencustody.database.url import DatabaseUrl
 from tokencustody.errors import StoreUnavailableError
 
@@ -39,11 +37,18 @@ def check_files(url: DatabaseUrl) -> None:
             ) from None
 
 
+def is_of_asyncpg(exc: BaseException, *names: str) -> bool:
+    """Return whether `exc` is one of these errors of asyncpg, which a process that uses SQLite does not import."""
+    return any(
+        each.__name__ in names and each.__module__.startswith("asyncpg.") for each in type(exc).__mro__
+    )
+
+
 def refusal(exc: BaseException) -> BaseException | None:
     """Return the error by which one side refused the other's TLS, or the parameters of the connection made no sense."""
     cause: BaseException | None = exc
     while cause is not None:
-        if isinstance(cause, asyncpg.ClientConfigurationError):
+        if is_of_asyncpg(cause, "ClientConfigurationError"):
             return cause
         if type(cause) is ConnectionError and _NO_TLS in str(cause):
             return cause

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection
@@ -34,7 +34,6 @@ from tokencustody.database.engine import (
 )
 from tokencustody.database.faults import Fault, classify, damage, reach, reach_beside, unavailable
 from tokencustody.database.held import HeldEngines
-from tokencustody.database.postgresql import PostgresqlEngines, Statement
 from tokencustody.database.sqlite_files import gone
 from tokencustody.database.url import DatabaseUrl
 from tokencustody.errors import (
@@ -44,6 +43,9 @@ from tokencustody.errors import (
 )
 from tokencustody.states import Isolation
 from tokencustody.waits import waiting
+
+if TYPE_CHECKING:
+    from tokencustody.database.postgresql import PostgresqlEngines, Statement
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -107,6 +109,7 @@ class Database:
         self._creates = creates and not read_only
         with _making:
             telemetry.publish()
+            registry.engines_class(url)
             self._make_ready()
         self._coalesce = Coalesce(coalesce)
         self._key = EngineKey(url, pool_size, deadline, read_only, Isolation(isolation))
@@ -261,10 +264,12 @@ class Database:
                 reach_beside("inside a coalesced batch")
             return write.statement(items)
 
-        if not isinstance(engines, PostgresqlEngines):
+        if self.url.is_sqlite:
             return await self.retrying(engines, engines.write, transaction, give_up)
         try:
-            rows = await self.retrying(engines, engines.write_statement, statement, give_up)
+            rows = await self.retrying(
+                engines, cast("PostgresqlEngines", engines).write_statement, statement, give_up
+            )
         except HeldError:
             if len(items) > 1:
                 raise  # so that each is tried alone

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from sqlalchemy import Connection, func, select, text
 from sqlalchemy.pool import NullPool
 
-from tokencustody.database import engine, postgresql, sqlite
+from tokencustody.database import engine, sqlite
 from tokencustody.database.faults import classify, damage, unavailable
 from tokencustody.database.remedies import missing
 from tokencustody.database.url import DatabaseUrl, parse_url
@@ -283,6 +283,8 @@ _soon_on_sqlite = partial(_on_sqlite, timeout=sqlite.LONGEST_BUSY_WAIT)
 
 
 async def _on_postgresql(url: DatabaseUrl, work: Callable[[Connection], Result], *, writes: bool) -> Result:
+    from tokencustody.database import postgresql
+
     database = postgresql.migration_engine(url)
     try:
         async with database.connect() as connection:

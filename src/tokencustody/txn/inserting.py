@@ -14,12 +14,11 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection
 
-from tokencustody.database.connecting import DURABLE_COMMIT
-from tokencustody.database.dialects import LANE_PATIENCE, lock_number
+from tokencustody.database.dialects import DURABLE_COMMIT, LANE_PATIENCE, lock_number
 from tokencustody.database.multirow import (
     ValueAdapter,
     execute_in_pieces,
@@ -27,12 +26,14 @@ from tokencustody.database.multirow import (
     from_parameters,
     type_names,
 )
-from tokencustody.database.postgresql import Statement
 from tokencustody.database.transactions import SharedWrite
 from tokencustody.schema.tables import entries, staged_calls
 from tokencustody.states import FailureKind, FenceState, VersionEvent
 from tokencustody.txn.fence import RolloutKey
 from tokencustody.txn.kinds import ENTRIES, INTENTS, STAGED_CALLS, Key, Kind, NewCall
+
+if TYPE_CHECKING:
+    from tokencustody.database.postgresql import Statement
 
 _KEY = ("run", "rollout_id", "model_call_id")
 _MOST_SEEN = 10_000
