@@ -248,7 +248,7 @@ def test_what_an_interrupted_check_cannot_delete_it_names_with_statements_that_d
     assert rows(store_url) == 0
 
 
-@pytest.mark.parametrize("loaded", ["tokencustody.cli", "tokencustody.verify", "pydantic_core"])
+@pytest.mark.parametrize("loaded", ["tokencustody.cli", "tokencustody.states", "pydantic_core"])
 def test_ctrl_c_while_something_is_loaded_is_quiet(sqlite_url: str, loaded: str) -> None:
     # Whoever loads a module may catch what it raises, as pydantic does.
     program = f"""

@@ -81,3 +81,19 @@ asyncio.run(use())"""
     # Alembic itself loads SQLAlchemy's part for PostgreSQL.
     assert "alembic" in loaded(use, url)
     assert not {"alembic", *of_postgresql} & loaded(use, url)
+
+
+def test_a_command_is_loaded_without_the_others_and_without_what_does_its_work() -> None:
+    verify = """
+import sys
+from tokencustody.cli import main
+
+sys.argv[1:] = ["verify", "--help"]
+try:
+    main()
+except SystemExit:
+    pass"""
+    modules = loaded(verify)
+    commands = {name for name in modules if name.startswith("tokencustody.") and name.endswith("command")}
+    assert commands == {"tokencustody.verify.command", "tokencustody.schema.command"}
+    assert not {"sqlalchemy", "asyncio", "tokencustody.records", "tokencustody.errors"} & modules

@@ -1,37 +1,70 @@
 """The command line: it puts the commands together, each of which lies in the room of what it runs.
 
-The module of a command holds its signature, which `--help` needs, and imports what does the work when it runs.
+The module of a command holds its signature, which its `--help` needs, and imports what does the work when it runs.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Annotated
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
-from tokencustody.backup.command import backup
-from tokencustody.conformance.command import conformance
-from tokencustody.control.command import serve
-from tokencustody.copying.command import copy
-from tokencustody.demo.command import demo
-from tokencustody.export.command import export
-from tokencustody.gym_import.command import import_
-from tokencustody.overview.command import rollouts, show
-from tokencustody.overview.runs_command import runs
-from tokencustody.retention.command import delete, gc, retire
-from tokencustody.roles.command import grant, revoke, roles
-from tokencustody.schema.command import db
-from tokencustody.spill.command import spill
-from tokencustody.sql_prompt.command import sql
 from tokencustody.terminal.output import OutputError, checked_output
 from tokencustody.terminal.printing import is_expected, print_error
 from tokencustody.terminal.waiting import told
-from tokencustody.verify.command import verify
+
+# In the order of the help. The room of roles is the last that adds commands to `db`.
+_MODULES = {
+    "runs": "overview.runs_command",
+    "rollouts": "overview.command",
+    "show": "overview.command",
+    "verify": "verify.command",
+    "sql": "sql_prompt.command",
+    "backup": "backup.command",
+    "retire": "retention.command",
+    "delete": "retention.command",
+    "gc": "retention.command",
+    "export": "export.command",
+    "serve": "control.command",
+    "import": "gym_import.command",
+    "copy": "copying.command",
+    "conformance": "conformance.command",
+    "demo": "demo.command",
+    "db": "roles.command",
+    "spill": "spill.command",
+}
+
+
+class _Commands(TyperGroup):
+    """The commands, of which only those are imported and built that are asked for."""
+
+    def __init__(self, **attrs: Any) -> None:
+        # The names alone say what there is, and what somebody may have meant.
+        super().__init__(**attrs | {"commands": dict.fromkeys(_MODULES)})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _command(cmd_name) if cmd_name in _MODULES else None
+
+
+@cache
+def _command(name: str) -> Any:
+    found = getattr(import_module(f"tokencustody.{_MODULES[name]}"), "import_" if name == "import" else name)
+    alone = typer.Typer()
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name)
+    else:
+        alone.command(name)(found)
+    return get_group(alone).commands[name]
+
 
 app = typer.Typer(
     name="tokencustody",
     help="Transactional custody of the training tokens of reinforcement-learning rollouts.",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -39,6 +72,8 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"tokencustody {version('tokencustody')}")
         raise typer.Exit
 
@@ -50,28 +85,6 @@ def options(
     ] = False,
 ) -> None:
     """Options of the program itself."""
-
-
-db.command()(grant)
-db.command()(revoke)
-db.command()(roles)
-app.add_typer(db, name="db")
-app.add_typer(spill, name="spill")
-app.command()(runs)
-app.command()(rollouts)
-app.command()(show)
-app.command()(verify)
-app.command()(sql)
-app.command()(backup)
-app.command()(retire)
-app.command()(delete)
-app.command()(gc)
-app.command()(export)
-app.command()(serve)
-app.command("import")(import_)
-app.command()(copy)
-app.command()(conformance)
-app.command()(demo)
 
 
 def main() -> None:

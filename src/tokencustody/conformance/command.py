@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json as json_module
 import logging
 import secrets
@@ -100,6 +99,8 @@ def _other(run: str) -> str:
 
 async def _delete(url: str, run: str) -> bool:
     """Delete what the checks wrote, or say what is left and return False."""
+    import asyncio
+
     try:
         await _delete_runs(url, run)
     except (Exception, asyncio.CancelledError) as exc:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from typing import Annotated, NoReturn
@@ -51,6 +50,8 @@ def serve(
         from tokencustody.control.wire import check_auth_token
     except ModuleNotFoundError as exc:
         _fail(without_extra(exc))
+    import asyncio
+
     from tokencustody.database.url import parse_url
     from tokencustody.errors import InvalidRecordError
     from tokencustody.store import SqlLineageStore

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,6 +38,8 @@ def rollouts(
 
     Changes nothing.
     """
+    import asyncio
+
     from tokencustody.overview.rollout_views import footer, narrow_table, rollouts_table, whys
     from tokencustody.txn.selection import RolloutFilter
 
@@ -72,6 +73,8 @@ def show(
     ] = False,
 ) -> None:
     """Show one rollout: its calls as a tree by parent, its ledger, and what made each version. Changes nothing."""
+    import asyncio
+
     from tokencustody.overview.rollout_views import shown
 
     detail = asyncio.run(_read_rollout(url, rollout, run))

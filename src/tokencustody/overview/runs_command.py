@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +29,8 @@ def runs(
 
     Runs that have only staged calls are among them. Changes nothing.
     """
+    import asyncio
+
     from tokencustody.overview.runs import total
 
     found = asyncio.run(_read(url))

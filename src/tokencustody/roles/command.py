@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokencustody.schema.command import Json, Url
+from tokencustody.schema.command import Json, Url, db
 from tokencustody.states import Role
 from tokencustody.terminal.printing import as_json, console, literal, print_json, printable
 
@@ -18,6 +18,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A role of the server,
 Print = Annotated[bool, typer.Option("--print", help="Print the SQL, and change nothing.")]
 
 
+@db.command()
 def grant(
     name: Name,
     role: Annotated[Role, typer.Option(help="What NAME is to be.")],
@@ -46,6 +47,7 @@ def grant(
     _say(change, only_print=only_print, as_document=as_document)
 
 
+@db.command()
 def revoke(
     name: Name,
     url: Url,
@@ -65,6 +67,7 @@ def revoke(
     _say(change, only_print=only_print, as_document=as_document)
 
 
+@db.command()
 def roles(url: Url, as_document: Json = False) -> None:
     """List who has what, and what is not as it was granted. Exit code 1 if anything is not."""
     from rich.table import Table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -93,6 +92,8 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Bring the marks that wait for a database, of every run, into it. Exit code 1 if any are left or corrupt."""
+    import asyncio
+
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -164,6 +165,8 @@ def mark(
     By its name the file belongs to one rollout, by its folder to one database: in no other anything is marked. Where
     --of names the address of that folder, the database must know the rollout.
     """
+    import asyncio
+
     from tokencustody.database.url import parse_url
     from tokencustody.ids import check_rollout_id
     from tokencustody.schema.opening import CaptureDatabase

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
@@ -26,6 +25,8 @@ def run(work: Coroutine[Any, Any, Result], *, notice: str, at_once: Callable[[],
     The first SIGINT prints `notice` and cancels `work`; KeyboardInterrupt is raised when it has cleaned up. The second
     calls `at_once`, prints what that returns and ends the process with 130, whatever its threads wait for.
     """
+
+    import asyncio
 
     def end(_signal: int, _frame: FrameType | None) -> NoReturn:
         words = printable(at_once())

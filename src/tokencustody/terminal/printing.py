@@ -9,11 +9,13 @@ import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 # Wider than any line: nothing is folded or cut.
 _UNFOLDED = 1_000_000
@@ -21,6 +23,8 @@ _UNFOLDED = 1_000_000
 
 def console(*, folds: bool) -> Console:
     """Return a console for standard output that folds lines only where `folds`, and never in a pipe."""
+    from rich.console import Console
+
     found = Console(highlight=False, markup=False, emoji=False)
     if not (folds and found.is_terminal):
         found.width = _UNFOLDED
@@ -34,6 +38,8 @@ def printable(text: str) -> str:
 
 def literal(text: str, style: str = "") -> Text:
     """Return text of the database for Rich, safe to show."""
+    from rich.text import Text
+
     return Text(printable(text), style=style)
 
 
@@ -44,6 +50,8 @@ def moment(at: datetime | None, timespec: str = "seconds") -> str:
 
 def print_error(exc: Exception) -> None:
     """Print an expected error as one line on standard error; one that PostgreSQL denied names the role needed."""
+    from rich.console import Console
+
     from tokencustody.terminal.needs import denied
 
     Console(stderr=True).print("error:", style="bold red", end=" ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import tempfile
@@ -56,6 +55,8 @@ def verify(
     Changes nothing. Exit code 0: nothing was found; 1: something was; 2: it could not be verified, also because there
     is no rollout of the kind that was asked for.
     """
+    import asyncio
+
     from tokencustody.terminal.printing import is_expected
     from tokencustody.txn.asked import reach
     from tokencustody.txn.selection import RolloutFilter
