@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import forked
 from tests.support.entries import make_entry
 from tests.support.rows import rows_of
 from tokencustody import CaptureStore, TokenCaptureFrozenError, TokenCaptureRetiredError, open_store
@@ -31,7 +31,6 @@ pytestmark = [
 
 PROCESSES = 3
 TASKS = 4
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -103,8 +102,8 @@ def writers(url: str, job: Callable[..., Any], options: dict[str, str]) -> Itera
     """Start the processes, wait until all are connected, and let them go at once."""
     connections, processes = [], []
     for number in range(PROCESSES):
-        here, there = SPAWN.Pipe()
-        process = SPAWN.Process(target=work, args=(there, url, f"writer-{number}", job, options))
+        here, there = forked.CONTEXT.Pipe()
+        process = forked.process(work, there, url, f"writer-{number}", job, options)
         process.start()
         connections.append(here)
         processes.append(process)
