@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import secrets
 import shutil
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from campaigns import driver
+from campaigns import driver, worker
 from campaigns.options import positive
 from campaigns.report import Campaign, Summary
 from campaigns.setups import SETUPS
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.width = 130
     # Everything that was started is stopped, as when Ctrl-C is pressed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    multiprocessing.set_forkserver_preload([worker.__name__])
     if options.check is not None:
         campaign = Campaign(**json.loads((options.check / _SETTINGS).read_text()))
         summary = Summary(campaign, checked_again=True)

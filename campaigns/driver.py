@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import multiprocessing
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from random import Random
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from campaigns import worker
 from campaigns.board import Board
@@ -50,6 +51,7 @@ _BROUGHT_ABOUT = {
 _RARITY = {IN_A_BATCH: 16}
 _PATIENCE = 60.0
 _TICK = 0.02
+_FORKSERVER = multiprocessing.get_context("forkserver")
 
 Item = TypeVar("Item")
 # What is being done, how much of it is done, of how much, and the faults so far.
@@ -112,9 +114,7 @@ class _Process:
     """One life of a worker."""
 
     name: str
-    popen: subprocess.Popen[bytes]
-    pidfd: int
-    log: IO[bytes]
+    process: ForkServerProcess
 
 
 @dataclass
@@ -135,7 +135,7 @@ class _Run:
         self.points = _shuffled(self.rng, POINTS)
         self.kinds = _shuffled(self.rng, [name for name in self.campaign.faults if name != "points"])
         self.poll = select.poll()
-        self.processes: dict[int, tuple[int, _Process]] = {}  # by file descriptor, with the worker's number
+        self.processes: dict[int, tuple[int, _Process]] = {}  # by sentinel, with the worker's number
 
     def until_done(self) -> None:
         """Keep the workers running, and strike, until every operation is begun; then wait for their end."""
@@ -160,9 +160,9 @@ class _Run:
                 if time.monotonic() > ended_by:
                     self._give_up_on_workers()
         finally:
-            for _, process in self.processes.values():
-                process.popen.kill()
-                process.popen.wait()
+            for _, life in self.processes.values():
+                life.process.kill()
+                life.process.join()
 
     def _pause(self) -> int:
         return max(1, round(self.campaign.fault_every * self.rng.uniform(0.5, 1.5)))
@@ -191,48 +191,41 @@ class _Run:
             isolation=isolation,
             kill=kill,
         )
-        log = (self.folder / f"{name}.log").open("wb")
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "campaigns.worker", json.dumps(asdict(settings))],
-            # The worker ends when this pipe does, so that none outlives a driver that is killed.
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-        )
-        pidfd = os.pidfd_open(popen.pid)
-        self.poll.register(pidfd, select.POLLIN)
-        self.processes[pidfd] = (number, _Process(name, popen, pidfd, log))
+        worker.log_file(self.folder, name).touch()
+        # Most lives are short, so the server that it is forked from had better have imported what it needs.
+        process = _FORKSERVER.Process(target=worker.main, args=(settings,), daemon=True)
+        process.start()
+        self.poll.register(process.sentinel, select.POLLIN)
+        self.processes[process.sentinel] = (number, _Process(name, process))
 
     def _wait(self, seconds: float) -> None:
         """Wait for workers to end, at most so long; count how they did, and start those that were killed again."""
-        for pidfd, _ in self.poll.poll(seconds * 1000):
-            number, process = self.processes.pop(pidfd)
-            self.poll.unregister(pidfd)
-            os.close(pidfd)
-            self._count_end(process)
+        for sentinel, _ in self.poll.poll(seconds * 1000):
+            number, life = self.processes.pop(sentinel)
+            self.poll.unregister(sentinel)
+            self._count_end(life)
             if not self.is_over and self.board.taken < self.campaign.operations:
                 self._start(number)
 
-    def _count_end(self, process: _Process) -> None:
-        code = process.popen.wait()
-        process.log.close()
-        if process.popen.stdin:
-            process.popen.stdin.close()
-        note = self.folder / f"{process.name}.killed"
+    def _count_end(self, life: _Process) -> None:
+        life.process.join()
+        code = life.process.exitcode
+        life.process.close()
+        note = self.folder / f"{life.name}.killed"
         if code == -signal.SIGKILL:
             self.summary.killed[note.read_text() if note.exists() else "from outside"] += 1
         elif code != 0:
-            log = (self.folder / f"{process.name}.log").read_text(errors="replace")
-            self.summary.crashes.append(f"worker {process.name} ended with {code}: {log[-2000:]}")
-        stats = self.folder / f"{process.name}.stats"
+            log = worker.log_file(self.folder, life.name).read_text(errors="replace")
+            self.summary.crashes.append(f"worker {life.name} ended with {code}: {log[-2000:]}")
+        stats = self.folder / f"{life.name}.stats"
         if stats.exists():
             self.summary.stats.update(json.loads(stats.read_text()))
 
     def _strike(self) -> None:
         kind = next(self.kinds)
         if kind == "kill":
-            _, process = self.rng.choice(list(self.processes.values()))
-            process.popen.kill()
+            _, life = self.rng.choice(list(self.processes.values()))
+            life.process.kill()
             self.summary.struck[kind] += 1
             return
         fault = self.setup.faults[kind]
@@ -247,9 +240,10 @@ class _Run:
             fault.end()
 
     def _give_up_on_workers(self) -> None:
-        for _, process in self.processes.values():
+        for _, life in self.processes.values():
             # faulthandler writes down where it hangs.
-            process.popen.send_signal(signal.SIGABRT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(cast(int, life.process.pid), signal.SIGABRT)
 
 
 def _shuffled(rng: Random, items: Sequence[Item]) -> Iterator[Item]:

@@ -1,18 +1,17 @@
 """A process of a campaign: several tasks that use one store at once and write down what they were answered.
 
-It ends when the board hands out no more operations, when its standard input ends, or by its own hand at a fault point.
+It ends when the board hands out no more operations, when its driver ends, or by its own hand at a fault point.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import faulthandler
 import json
 import logging
+import multiprocessing
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -310,14 +309,6 @@ def _kill_at(point: str, reached: int, note: Path) -> None:
     FAULT_POINTS[point] = kill
 
 
-def _end_with_parent() -> None:
-    def wait() -> None:
-        sys.stdin.read()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 async def _main(settings: Settings) -> None:
     folder = Path(settings.folder)
     if settings.kill is not None:
@@ -334,12 +325,27 @@ async def _main(settings: Settings) -> None:
             await Worker(settings, board, store).run()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m campaigns.worker", description=__doc__)
-    parser.add_argument("settings", type=json.loads, help="the fields of Settings, as JSON")
-    _end_with_parent()
+def log_file(folder: Path, name: str) -> Path:
+    """Return where a worker prints, its own death included."""
+    return folder / f"{name}.log"
+
+
+def main(settings: Settings) -> None:
+    """Be the worker's process, to its end or to that of its driver."""
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+    log = os.open(log_file(Path(settings.folder), settings.name), os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(log, stream)
     # A driver that has lost its patience with a worker sends SIGABRT.
     faulthandler.enable()
     # Losses that a campaign brings about are no news.
     logging.disable(logging.WARNING)
-    asyncio.run(_main(Settings(**parser.parse_args().settings)))
+    asyncio.run(_main(settings))
+
+
+def _end_with_driver() -> None:
+    # Else a worker whose driver was killed goes on by itself.
+    driver = multiprocessing.parent_process()
+    assert driver is not None
+    driver.join()
+    os._exit(1)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import select
+import signal
 from collections import Counter
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from campaigns import driver
 from campaigns.history import Outcome
 from campaigns.report import Campaign
+from tests.support import forked
 from tests.support.machine import needs_mounts, needs_program
 
 _POINTS = {"before commit", "after commit, before acknowledgement", "inside a coalesced batch"}
@@ -57,3 +65,31 @@ def test_no_promise_is_broken_behind_pgbouncer_by_kills_crashes_and_its_own_end(
     needs_program("pgbouncer", package="pgbouncer")
     faults = ["restart", "crash", "terminate", "bouncer"]
     _run("pgbouncer", tmp_path, faults, operations=1200, fault_every=120, kill_every=32)
+
+
+def drive(told: Connection, folder: Path) -> None:
+    """Run a campaign, and tell at its first sign of life which processes are its workers."""
+
+    def progress(*_: Any) -> None:
+        if not told.closed:
+            told.send([worker.pid for worker in multiprocessing.active_children()])
+            told.close()
+
+    driver.run(Campaign(database="sqlite", faults=[], seed=1, operations=10**6), folder, progress)
+
+
+def test_no_worker_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
+    here, there = forked.CONTEXT.Pipe()
+    process = forked.process(drive, there, tmp_path)
+    process.start()
+    workers = [os.pidfd_open(pid) for pid in here.recv()]
+    process.kill()
+    process.join()
+    try:
+        assert len(workers) == 4
+        assert all(select.select([worker], [], [], 60)[0] for worker in workers)
+    finally:
+        for worker in workers:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(worker, signal.SIGKILL)
+            os.close(worker)
