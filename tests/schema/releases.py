@@ -72,7 +72,8 @@ Index("ix_fences_origin", fences.c.run, fences.c.origin)
 def make_next(folder: Path, oldest: str = BEFORE) -> Path:
     """Make the next release in `folder`, which works with `oldest` and later; return from where it is imported."""
     package = folder / "tokencustody"
-    shutil.copytree(THIS / "tokencustody", package, ignore=shutil.ignore_patterns("__pycache__"))
+    # What is compiled comes along, for it goes by the times of the files; half-written it has a longer name.
+    shutil.copytree(THIS / "tokencustody", package, ignore=shutil.ignore_patterns("*.pyc.*"))
     for name, older, upgrade, downgrade in REVISIONS:
         text = REVISION.format(what=name, name=name, older=older, upgrade=upgrade, downgrade=downgrade)
         (package / "schema" / "migrations" / "versions" / f"{name}.py").write_text(text)

@@ -22,14 +22,19 @@ from tokencustody.schema.revisions import OLDEST, TABLES
 from tokencustody.states import Role
 
 
+@pytest.fixture(scope="session")
+def following(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """From where the next release is imported."""
+    return make_next(tmp_path_factory.mktemp("next"))
+
+
 def written(workers: Workers) -> set[str]:
     return {rollout for report in workers.stop() for rollout in json.loads(report)}
 
 
 async def test_workers_of_two_releases_write_while_their_database_is_upgraded(
-    empty_url: str, tmp_path: Path
+    empty_url: str, following: Path
 ) -> None:
-    following = make_next(tmp_path / "next")
     shown = parse_url(empty_url).display
     migrate.upgrade(empty_url)
     with working(THIS, empty_url, "older") as older:
@@ -66,9 +71,8 @@ async def test_workers_of_two_releases_write_while_their_database_is_upgraded(
 
 
 def test_workers_that_were_granted_their_role_go_on_while_it_is_granted_again(
-    postgres: Server, tmp_path: Path
+    postgres: Server, following: Path
 ) -> None:
-    following = make_next(tmp_path / "next")
     with secured_database(postgres, "worker") as (database, (worker,)):
         grant(database.url, Role.WORKER, worker, ["default"])
 
@@ -103,8 +107,7 @@ def test_workers_that_were_granted_their_role_go_on_while_it_is_granted_again(
         assert dict(stored) == dict.fromkeys(acknowledged, 3)
 
 
-def test_a_database_goes_back_to_an_older_release(empty_url: str, tmp_path: Path) -> None:
-    following = make_next(tmp_path / "next")
+def test_a_database_goes_back_to_an_older_release(empty_url: str, following: Path) -> None:
     assert run(following, "db", "upgrade", "--url", empty_url).returncode == 0
     back = run(following, "db", "downgrade", "--yes", "--revision", migrate.HEAD, "--url", empty_url)
     assert back.returncode == 0, back

@@ -21,6 +21,8 @@ from tokencustody.store import CaptureStore
 
 TASKS = 4
 CALLS = 3
+# Seconds between two rollouts of a task: each step of an upgrade takes longer, and needs the machine too.
+PAUSE = 0.5
 
 
 async def write(store: CaptureStore, rollout: str) -> None:
@@ -52,6 +54,7 @@ async def main(url: str, name: str) -> None:
             async with wrote:
                 written[task].append(rollout)
                 wrote.notify_all()
+            await asyncio.sleep(PAUSE)
 
     async def answer() -> None:
         while await asyncio.to_thread(sys.stdin.readline):
