@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -152,9 +153,8 @@ def test_an_upgrade_after_of_a_file_that_is_not_there_makes_none(tmp_path: Path)
 
 @pytest.mark.parametrize("part", ["before", "after"])
 def test_of_two_upgrades_at_the_same_time_one_does_the_work(empty_url: str, part: str) -> None:
-    action = f"migrate.upgrade(url, part={part!r})"
     migrate.upgrade(empty_url, OLDEST)
-    with probes.workers(2, "from tokencustody.schema import migrate", action) as two:
+    with probes.workers(2, partial(migrate.upgrade, part=part)) as two:
         ends = migrate.HEAD if part == "after" else OLDEST
         assert sorted(two.act_on(empty_url)) == sorted([str((OLDEST, ends)), str((ends, ends))])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def test_a_downgrade_that_fails_loses_nothing(empty_url: str) -> None:
 
 
 def test_two_upgrades_at_the_same_time_both_succeed_and_one_does_the_work(empty_url: str) -> None:
-    with probes.workers(2, "from tokencustody.schema import migrate", "migrate.upgrade(url)") as two:
+    with probes.workers(2, migrate.upgrade) as two:
         for _ in range(ROUNDS):
             reports = two.act_on(empty_url)
             assert sorted(reports) == sorted([str((None, migrate.HEAD)), str((migrate.HEAD, migrate.HEAD))])
@@ -72,7 +73,7 @@ async def test_an_upgrade_waits_for_the_documented_advisory_lock(empty_postgres_
     waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
     holder = await asyncpg.connect(empty_postgres_url)
     try:
-        with probes.workers(1, "from tokencustody.schema import migrate", "migrate.upgrade(url)") as one:
+        with probes.workers(1, migrate.upgrade) as one:
             async with holder.transaction():
                 await holder.execute("SELECT pg_advisory_xact_lock($1)", migrate.LOCK_KEY)
                 one.tell(empty_postgres_url)
@@ -90,21 +91,25 @@ def test_upgrades_wait_even_where_serializable_is_the_default(empty_postgres_url
     probes.rows(
         empty_postgres_url, f'ALTER DATABASE "{name}" SET default_transaction_isolation = serializable'
     )
-    with probes.workers(2, "from tokencustody.schema import migrate", "migrate.upgrade(url)") as two:
+    with probes.workers(2, migrate.upgrade) as two:
         for _ in range(ROUNDS):
             reports = two.act_on(empty_postgres_url)
             assert sorted(reports) == sorted([str((None, migrate.HEAD)), str((migrate.HEAD, migrate.HEAD))])
             migrate.downgrade(empty_postgres_url, "base")
 
 
+def freeze_its_own(url: str) -> int:
+    """Freeze a rollout that no other process has."""
+
+    async def freeze() -> int:
+        async with open_store(url) as store:
+            return (await store.source.freeze(f"rollout-{os.getpid()}")).version
+
+    return asyncio.run(freeze())
+
+
 def test_many_processes_may_open_one_new_sqlite_file(tmp_path: Path) -> None:
-    setup = (
-        "import asyncio, os\nfrom tokencustody import open_store\n"
-        "async def freeze(url):\n"
-        "    async with open_store(url) as store:\n"
-        "        return (await store.source.freeze(f'rollout-{os.getpid()}')).version"
-    )
-    with probes.workers(6, setup, "asyncio.run(freeze(url))") as six:
+    with probes.workers(6, freeze_its_own) as six:
         for number in range(ROUNDS):
             url = f"sqlite:///{tmp_path / f'new-{number}.db'}"
             assert six.act_on(url) == ["1"] * 6

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sqlite3
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.support import postgres
+from tests.support import forked, postgres
 
 _POSTGRESQL_CATALOGUE = """
 SELECT 'column ' || table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable || ' '
@@ -106,19 +106,17 @@ def objects(url: str) -> list[str]:
 class Workers:
     """Processes that are up and imported before they are told, all at once, what to act on."""
 
-    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
-        self._processes = processes
+    def __init__(self, connections: list[Connection]) -> None:
+        self._connections = connections
 
     def tell(self, url: str) -> None:
         """Let every process begin to act on `url`."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{url}\n")
-            process.stdin.flush()
+        for connection in self._connections:
+            connection.send(url)
 
     def reports(self) -> list[str]:
         """Wait for every process and return what each reports."""
-        return [process.stdout.readline().strip() for process in self._processes if process.stdout]
+        return [connection.recv() for connection in self._connections]
 
     def act_on(self, url: str) -> list[str]:
         """Let every process act on `url` at the same time and return what each reports."""
@@ -127,27 +125,34 @@ class Workers:
 
 
 @contextmanager
-def workers(count: int, setup: str, action: str) -> Iterator[Workers]:
-    """Start processes that run `setup` once, then evaluate `action` for each `url` and report its value."""
-    program = (
-        f"import sys\n{setup}\nprint('ready', flush=True)\n"
-        "for line in sys.stdin:\n"
-        "    url = line.strip()\n"
-        "    try:\n"
-        f"        report = {action}\n"
-        "    except BaseException as exc:\n"
-        "        report = f'{type(exc).__name__}: {exc}'\n"
-        "    print(str(report).replace('\\n', ' '), flush=True)\n"
-    )
-    command = [sys.executable, "-W", "error", "-c", program]
-    started = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(count)
-    ]
+def workers(count: int, action: Callable[[str], object]) -> Iterator[Workers]:
+    """Start processes that call `action` with each URL that they are told and report what it returns."""
+    connections, processes = [], []
+    for _ in range(count):
+        here, there = forked.CONTEXT.Pipe()
+        process = forked.process(_act, there, action)
+        process.start()
+        there.close()
+        connections.append(here)
+        processes.append(process)
     try:
-        assert [process.stdout.readline() for process in started if process.stdout] == ["ready\n"] * count
-        yield Workers(started)
+        assert [connection.recv() for connection in connections] == ["ready"] * count
+        yield Workers(connections)
     finally:
-        for process in started:
-            # Closes both pipes; the loop over stdin ends, and with it the process.
-            process.communicate()
+        for connection in connections:
+            connection.close()
+        for process in processes:
+            process.join()
+
+
+def _act(told: Connection, action: Callable[[str], object]) -> None:
+    warnings.simplefilter("error")
+    told.send("ready")
+    # The other end is closed when there is no more to do.
+    with suppress(EOFError):
+        while url := told.recv():
+            try:
+                report = action(url)
+            except BaseException as exc:
+                report = f"{type(exc).__name__}: {exc}"
+            told.send(str(report))
