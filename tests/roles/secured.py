@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from tests.support.databases import drop
-from tests.support.postgres import Server, fetch
+from tests.support.databases import create, drop
+from tests.support.postgres import Server, fetch, verifier
 from tokencustody.roles.roles import identifier
 from tokencustody.schema import migrate
 from tokencustody.store import SqlLineageStore, SqlStagingStore, SqlTokenSource
@@ -102,11 +103,23 @@ PASSWORD = "not-a-secret"  # noqa: S105
 def server_user(server: Server, prefix: str, options: str = "LOGIN") -> Iterator[str]:
     """Yield a new user of the server, dropped at the end, when its databases must be gone."""
     name = f"{prefix}_{secrets.token_hex(4)}"
-    fetch(server.url, f"CREATE ROLE {identifier(name)} {options} PASSWORD '{PASSWORD}'")
+    server.fetch(f"CREATE ROLE {identifier(name)} {options} PASSWORD '{verifier(PASSWORD)}'")
     try:
         yield name
     finally:
-        fetch(server.url, f"DROP ROLE {identifier(name)}")
+        server.fetch(f"DROP ROLE {identifier(name)}")
+
+
+@functools.cache
+def _template(server: Server) -> tuple[str, str]:
+    """Migrate a database once by a user that is no superuser, and return the names of both."""
+    user = server.at_end.enter_context(server_user(server, "template_owner"))
+    name = create(server, "owned_template", owner=user)
+    server.at_end.callback(drop, server, name)
+    migrate.upgrade(Secured(server, name, user).url)
+    # Else whoever is given what the user owns would be given the template too.
+    server.fetch(f'ALTER DATABASE "{name}" OWNER TO CURRENT_USER')
+    return name, user
 
 
 @contextmanager
@@ -114,9 +127,9 @@ def secured_database(server: Server, *prefixes: str) -> Iterator[tuple[Secured, 
     """Yield a database, and a user for each prefix, who has nothing yet."""
     with ExitStack() as stack:
         owner, *users = [stack.enter_context(server_user(server, prefix)) for prefix in ("owner", *prefixes)]
-        name = f"tokencustody_secured_{secrets.token_hex(6)}"
-        fetch(server.url, f'CREATE DATABASE "{name}" OWNER {identifier(owner)}')
+        template, its_owner = _template(server)
+        name = create(server, "secured", template, owner)
         stack.callback(drop, server, name)
         database = Secured(server, name, owner)
-        migrate.upgrade(database.url)
+        fetch(database.admin_url, f"REASSIGN OWNED BY {identifier(its_owner)} TO {identifier(owner)}")
         yield database, users

@@ -23,20 +23,21 @@ class LeakedConnectionError(AssertionError):
     """A test ended with connections to its database still open."""
 
 
-def create(server: Server, prefix: str, template: str | None = None) -> str:
+def create(server: Server, prefix: str, template: str | None = None, owner: str | None = None) -> str:
     """Create a database and return its name. Without a template it is empty, sorted by ICU if it can."""
     name = f"tokencustody_{prefix}_{secrets.token_hex(6)}"
+    creation = f'CREATE DATABASE "{name}"' + (f' OWNER "{owner}"' if owner else "")
     if template is not None:
-        server.fetch(f'CREATE DATABASE "{name}" TEMPLATE "{template}" {_copying(server)}')
+        server.fetch(f'{creation} TEMPLATE "{template}" {_copying(server)}')
         return name
     try:
-        server.fetch(f'CREATE DATABASE "{name}" {_COLLATION}')
+        server.fetch(f"{creation} {_COLLATION}")
     except (
         asyncpg.FeatureNotSupportedError,
         asyncpg.PostgresSyntaxError,
         asyncpg.InvalidParameterValueError,
     ):
-        server.fetch(f'CREATE DATABASE "{name}"')
+        server.fetch(creation)
     return name
 
 

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import gc
+import hashlib
+import hmac
 import importlib.util
 import os
 import pwd
@@ -30,7 +33,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -70,6 +73,8 @@ class Server:
     socket_directory: Path | None = None
     programs: Path | None = None
     console: Console | None = None
+    # Closed just before the server ends.
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __str__(self) -> str:
         return f"PostgreSQL {self.version} ({self.origin})"
@@ -91,6 +96,20 @@ class _Place:
     origin: str
     socket_directory: Path | None = None
     programs: Path | None = None
+
+
+def verifier(password: str) -> str:
+    """Return what a server keeps of a password, in place of which CREATE ROLE and initdb take it.
+
+    Its hash has one round: to log in with 4096 takes both sides longer than all else that makes a session. The format
+    is that of PostgreSQL's pg_authid.rolpassword, the keys are those of RFC 5802.
+    """
+    salt = secrets.token_bytes(16)
+    salted = hashlib.pbkdf2_hmac("sha256", password.encode(), salt, 1)
+    client, server = (hmac.digest(salted, f"{side} Key".encode(), "sha256") for side in ("Client", "Server"))
+    stored = hashlib.sha256(client).digest()
+    encoded = [base64.b64encode(part).decode() for part in (salt, stored, server)]
+    return "SCRAM-SHA-256$1:{}${}:{}".format(*encoded)
 
 
 def fetch(url: str, statement: str) -> list[asyncpg.Record]:
@@ -148,7 +167,9 @@ def postgres_server(routes: Mapping[str, Route] | None = None) -> Iterator[Serve
                 continue
             console = stack.enter_context(Console(place.url))
             version = console.fetch("SHOW server_version")[0][0].split()[0]
-            yield Server(place.url, place.origin, version, place.socket_directory, place.programs, console)
+            yield Server(
+                place.url, place.origin, version, place.socket_directory, place.programs, console, stack
+            )
             return
     raise NoPostgresError("\n".join(["No PostgreSQL server:", *refusals, REMEDY]))
 
@@ -263,7 +284,7 @@ exec "$pg_ctl" -D "$data" -m fast -w -t 60 stop >/dev/null 2>&1 </dev/null
 def _own_server(programs: Path, home: Path, account: pwd.struct_passwd | None) -> Iterator[_Place]:
     data, log, password_file = home / "data", home / "log", home / "password"
     password = secrets.token_hex(8)
-    password_file.write_text(password)
+    password_file.write_text(verifier(password))
     run_as: dict[str, Any] = {"cwd": home}
     if account is not None:
         os.chown(password_file, account.pw_uid, account.pw_gid)
