@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,29 @@ import pyarrow.parquet
 import pytest
 
 from tokencustody import TokenCaptureRetiredError, TokenCaptureSnapshot, open_store
+from tokencustody.cli import main
 
 RUN = "walk"
 ROLLOUT = "rollout-000"
 
 
-class Shell:
-    """Runs commands of tokencustody on one database, as a person does, with `--json`."""
+@pytest.fixture
+def shell(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    """Runs a command of tokencustody on one database, as a person does, with `--json`."""
+    monkeypatch.setenv("TOKENCUSTODY_URL", store_url)
+    monkeypatch.chdir(tmp_path)
 
-    def __init__(self, url: str, folder: Path) -> None:
-        self._environment = os.environ | {"TOKENCUSTODY_URL": url}
-        self._folder = folder
+    def run(*arguments: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["tokencustody", *arguments, "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert not ended.value.code, err
+        return json.loads(out)
 
-    def __call__(self, *arguments: str) -> Any:
-        ended = subprocess.run(
-            [sys.executable, "-m", "tokencustody", *arguments, "--json"],
-            cwd=self._folder,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-        return json.loads(ended.stdout)
+    return run
 
 
 async def frozen(url: str) -> TokenCaptureSnapshot:
@@ -47,9 +45,8 @@ async def frozen(url: str) -> TokenCaptureSnapshot:
 
 
 def test_a_rollout_of_the_real_model_is_found_verified_exported_loaded_and_retired(
-    store_url: str, tmp_path: Path
+    store_url: str, tmp_path: Path, shell: Callable[..., Any]
 ) -> None:
-    shell = Shell(store_url, tmp_path)
     played = shell("demo", "--run", RUN, "--rollouts", "2", "--turns", "3", "--workers", "2")
     snapshot = asyncio.run(frozen(store_url))
     by_id = {entry.model_call_id: entry for entry in snapshot.entries}
