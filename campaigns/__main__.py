@@ -25,6 +25,7 @@ from campaigns import driver, worker
 from campaigns.options import positive
 from campaigns.report import Campaign, Summary
 from campaigns.setups import SETUPS
+from tokencustody.database import postgresql
 from tokencustody.states import Isolation
 
 _SETTINGS = "campaign.json"
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.width = 130
     # Everything that was started is stopped, as when Ctrl-C is pressed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    multiprocessing.set_forkserver_preload([worker.__name__])
+    multiprocessing.set_forkserver_preload([worker.__name__, postgresql.__name__])
     if options.check is not None:
         campaign = Campaign(**json.loads((options.check / _SETTINGS).read_text()))
         summary = Summary(campaign, checked_again=True)

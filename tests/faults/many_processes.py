@@ -12,8 +12,10 @@ import os
 import sys
 from collections import Counter
 
-import alembic.command  # noqa: F401 - loaded once, before the processes are forked
+# Loaded once, before the processes are forked.
+import alembic.config  # noqa: F401
 
+import tokencustody.database.postgresql  # noqa: F401
 from tests.support.entries import make_entry
 from tokencustody import open_store
 

@@ -15,12 +15,11 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "pytest",
-        "asyncpg",
         "campaigns.worker",
-        "sqlalchemy.dialects.postgresql.asyncpg",
         "tests.support.entries",
         "tests.support.rows",
         "tests.support.staged",
+        "tokencustody.database.postgresql",
         "tokencustody.schema.migrate",
     ]
 )
