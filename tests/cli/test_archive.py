@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.archive import archived, python
+from tests.support import commands
+from tests.support.archive import archived
 from tests.support.audited import RUN, fill
 from tests.support.machine import needs_linux
 from tokencustody.schema import migrate
@@ -32,7 +33,7 @@ SOME = [["rollouts"], ["sql", "SELECT count(*) FROM audit_rollouts"], ["db", "ch
 
 
 def command(words: list[str], file: Path) -> subprocess.CompletedProcess[str]:
-    return python("-m", "tokencustody", *words, "--url", str(file))
+    return commands.run([*words, "--url", str(file)], before=commands.drop_privileges)
 
 
 @pytest.fixture
