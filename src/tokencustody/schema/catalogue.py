@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -10,6 +10,7 @@ from sqlalchemy import (
     Connection,
     Dialect,
     ForeignKeyConstraint,
+    Inspector,
     MetaData,
     PrimaryKeyConstraint,
     Table,
@@ -60,8 +61,10 @@ def found(connection: Connection, metadata: MetaData) -> set[str]:
 
     Check constraints are compared by name: PostgreSQL keeps its own wording of their expressions.
     """
-    present = set(inspect(connection).get_table_names())
-    return {line for name in metadata.tables if name in present for line in _found_table(connection, name)}
+    inspector = inspect(connection)
+    # All tables at once: PostgreSQL answers for many as fast as for one.
+    names = sorted(metadata.tables.keys() & set(inspector.get_table_names()))
+    return set(_found_tables(inspector, names, connection.dialect)) if names else set()
 
 
 def _declared_table(table: Table, dialect: Dialect) -> Iterator[str]:
@@ -88,30 +91,33 @@ def _declared_table(table: Table, dialect: Dialect) -> Iterator[str]:
         yield _key(table.name, "UNIQUE INDEX" if index.unique else "INDEX", index.name, index.columns.keys())
 
 
-def _found_table(connection: Connection, table: str) -> Iterator[str]:
-    inspector = inspect(connection)
-    for column in inspector.get_columns(table):
-        yield _column(table, column["name"], column["type"].compile(connection.dialect), column["nullable"])
-    primary = inspector.get_pk_constraint(table)
-    yield _key(table, "PRIMARY KEY", primary["name"], primary["constrained_columns"])
-    for unique in inspector.get_unique_constraints(table):
-        yield _key(table, "UNIQUE", unique["name"], unique["column_names"])
-    for check in inspector.get_check_constraints(table):
-        yield f"{table}: CHECK {check['name']}"
-    for foreign in inspector.get_foreign_keys(table):
-        yield _foreign_key(
-            table,
-            foreign["name"],
-            foreign["constrained_columns"],
-            foreign["referred_table"],
-            foreign["referred_columns"],
-        )
-    for index in inspector.get_indexes(table):
-        # PostgreSQL lists the index behind each unique constraint once more.
-        if "duplicates_constraint" not in index:
-            yield _key(
-                table, "UNIQUE INDEX" if index["unique"] else "INDEX", index["name"], index["column_names"]
+def _found_tables(inspector: Inspector, names: Sequence[str], dialect: Dialect) -> Iterator[str]:
+    for (_, table), columns in inspector.get_multi_columns(filter_names=names).items():
+        for column in columns:
+            yield _column(table, column["name"], column["type"].compile(dialect), column["nullable"])
+    for (_, table), primary in inspector.get_multi_pk_constraint(filter_names=names).items():
+        yield _key(table, "PRIMARY KEY", primary["name"], primary["constrained_columns"])
+    for (_, table), uniques in inspector.get_multi_unique_constraints(filter_names=names).items():
+        for unique in uniques:
+            yield _key(table, "UNIQUE", unique["name"], unique["column_names"])
+    for (_, table), checks in inspector.get_multi_check_constraints(filter_names=names).items():
+        for check in checks:
+            yield f"{table}: CHECK {check['name']}"
+    for (_, table), foreigns in inspector.get_multi_foreign_keys(filter_names=names).items():
+        for foreign in foreigns:
+            yield _foreign_key(
+                table,
+                foreign["name"],
+                foreign["constrained_columns"],
+                foreign["referred_table"],
+                foreign["referred_columns"],
             )
+    for (_, table), indexes in inspector.get_multi_indexes(filter_names=names).items():
+        for index in indexes:
+            # PostgreSQL lists the index behind each unique constraint once more.
+            if "duplicates_constraint" not in index:
+                kind = "UNIQUE INDEX" if index["unique"] else "INDEX"
+                yield _key(table, kind, index["name"], index["column_names"])
 
 
 def _column(table: str, name: str, type_: str, nullable: bool | None) -> str:
