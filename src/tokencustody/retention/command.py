@@ -198,6 +198,8 @@ def gc(
     removal = Removal("collect", "collected", url, json, noun="fence")
 
     async def count(retention: Retention) -> dict[str, int]:
+        if not dry_run:
+            return {}
         orphans = 0 if staged is None else await retention.orphans(staged, run)
         fences = 0 if fenced is None else (await retention.extent(retired)).rollouts
         return {"staged_calls": orphans, "fences": fences}
@@ -208,9 +210,8 @@ def gc(
         if fenced is not None:
             await retention.delete(retired, removal.settled)
 
-    removal.begin(run)
+    found = removal.look(run, count)
     if dry_run:
-        found = removal.look(count)
         removal.say(
             found, f"{plural(found['staged_calls'], 'staged call')} and {plural(found['fences'], 'fence')}"
         )
@@ -230,11 +231,14 @@ def _remove(
 ) -> None:
     from tokencustody.retention.retention import merged
 
-    async def look(retention: Retention) -> Extent:
+    async def look(retention: Retention) -> tuple[Extent, int]:
+        """Return what would go, and how many stay only because they are exported in part."""
         if dry_run and names:
             going = [key.rollout_id for each in wanted for key in await retention.states(each)]
             removal.missed = await _missed(retention, names, run, removal.verb, set(going))
-        return merged([await retention.extent(each) for each in wanted])
+        beside = [replace(each, exported=None, partly_exported=True) for each in wanted if each.exported]
+        extent, stay = [merged([await retention.extent(each) for each in some]) for some in (wanted, beside)]
+        return extent, stay.rollouts
 
     async def work(retention: Retention) -> None:
         remove = retention.retire if removal.verb == "retire" else retention.delete
@@ -243,14 +247,8 @@ def _remove(
         left = {settled.key.rollout_id for settled in removal.left}
         removal.missed = await _missed(retention, names or (), run, removal.verb, left)
 
-    async def look_beside(retention: Retention) -> int:
-        """Return how many stay only because they are exported in part."""
-        beside = [replace(each, exported=None, partly_exported=True) for each in wanted if each.exported]
-        return merged([await retention.extent(each) for each in beside]).rollouts
-
-    removal.begin(run)
-    extent = removal.look(look)
-    if stay := removal.look(look_beside):
+    extent, stay = removal.look(run, look)
+    if stay:
         told_beside = f"{plural(stay, 'rollout')} left, exported in part: --partly-exported asks for such"
         typer.echo(told_beside, err=True)
     if names and run is None and len(extent.runs) > 1:
@@ -270,8 +268,7 @@ def _remove(
 def _delete_run(removal: Removal, run: str, confirm: str | None, *, dry_run: bool) -> None:
     if confirm is not None and confirm != run:
         raise typer.BadParameter(f"{confirm!r} is not the run that would go", param_hint="--confirm")
-    removal.begin(run)
-    summary = removal.look(lambda retention: retention.run_summary(run))
+    summary = removal.look(run, lambda retention: retention.run_summary(run))
     amount = f"run {run}: {told_of_run(summary)}"
     if dry_run:
         removal.say(as_json(summary), amount)

@@ -59,21 +59,18 @@ class Removal:
         self.staged_calls += of.rows
         self.advance(1)
 
-    def begin(self, run: str | None) -> None:
-        """Find the database there, and in it the run that was named."""
+    def look(self, run: str | None, work: Callable[[Retention], Coroutine[Any, Any, Found]]) -> Found:
+        """Find the database there, and in it the run that was named; return what `work` finds before anything goes."""
 
-        async def check(retention: Retention) -> None:
+        async def look(retention: Retention) -> Found:
             from tokencustody.txn.asked import reach
 
             await reach(self.url)
             if run is not None:
                 await retention.check_run(run)
+            return await work(retention)
 
-        self.look(check)
-
-    def look(self, work: Callable[[Retention], Coroutine[Any, Any, Found]]) -> Found:
-        """Return what is found before anything is removed."""
-        return asyncio.run(self._connected(work))
+        return asyncio.run(self._connected(look))
 
     def run(self, work: Callable[[Retention], Coroutine[Any, Any, None]], total: int | None) -> None:
         """Remove, with a progress bar. Ctrl-C ends it between two rollouts and says what was done."""
