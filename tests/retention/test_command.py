@@ -9,7 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,6 +20,8 @@ import pytest
 import typer
 
 from tests.support.entries import make_entry
+from tests.support.filled import filled_file, filled_template
+from tests.support.postgres import Server
 from tests.support.rows import rows_of, run_sql
 from tests.support.staged import stage
 from tokencustody import open_store
@@ -32,11 +34,26 @@ Shell = Callable[..., tuple[object, str, str]]
 WAIT = 60.0
 
 
+@pytest.fixture(scope="module")
+def _migrated_template(postgres: Server, _migrated_template: str) -> Iterator[str]:
+    """Let each test begin with what `fill` makes."""
+    with filled_template(postgres, _migrated_template, fill_once) as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def _migrated_file(tmp_path_factory: pytest.TempPathFactory, _migrated_file: Path) -> Path:
+    return filled_file(tmp_path_factory.mktemp("filled") / "captures.db", _migrated_file, fill_once)
+
+
+def fill_once(url: str) -> None:
+    asyncio.run(fill(url))
+
+
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store_url: str) -> Shell:
     """Run a command on a filled database as from a shell; returns its exit code, output and error output."""
     monkeypatch.setenv("TOKENCUSTODY_URL", store_url)
-    asyncio.run(fill(store_url))
 
     def run(*arguments: str) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["tokencustody", *arguments])
@@ -385,7 +402,6 @@ class Terminal:
 def test_a_person_is_asked_before_anything_goes(
     sqlite_url: str, arguments: list[str], question: str, answer: str, goes: bool
 ) -> None:
-    asyncio.run(fill(sqlite_url))
     with closing(Terminal(*arguments, "--url", sqlite_url)) as terminal:
         terminal.until(question)
         terminal.until(": ")
@@ -413,7 +429,6 @@ FAULT_POINTS["before commit"] = hold
 def test_ctrl_c_ends_it_after_the_rollout_that_is_being_removed_and_says_what_was_done(
     store_url: str,
 ) -> None:
-    asyncio.run(fill(store_url))
     arguments = ["retire", "--not-exported", "--yes", "--url", store_url]
     with closing(Terminal(*arguments, program=HELD)) as terminal:
         terminal.until("holding")
@@ -427,7 +442,6 @@ def test_ctrl_c_ends_it_after_the_rollout_that_is_being_removed_and_says_what_wa
 
 
 def test_a_second_ctrl_c_ends_it_at_once_and_leaves_that_rollout_whole(store_url: str) -> None:
-    asyncio.run(fill(store_url))
     arguments = ["retire", "--not-exported", "--yes", "--url", store_url]
     with closing(Terminal(*arguments, program=HELD)) as terminal:
         terminal.until("holding")
