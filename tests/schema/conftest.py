@@ -38,3 +38,10 @@ def new_database(dialect: str, tmp_path: Path, postgres: Server) -> Iterator[Cal
 def empty_url(new_database: Callable[[], str]) -> str:
     """The URL of a database without any table; the SQLite file does not exist yet."""
     return new_database()
+
+
+@pytest.fixture
+def migrated_url(dialect: str, request: pytest.FixtureRequest) -> str:
+    """The URL of a database on the newest revision."""
+    url: str = request.getfixturevalue("sqlite_url" if dialect == "sqlite" else "postgres_url")
+    return url

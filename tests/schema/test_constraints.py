@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -21,6 +24,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
+from tests.support import databases
+from tests.support.filled import filled_file, filled_template
+from tests.support.postgres import Server
 from tokencustody.database.url import parse_url
 from tokencustody.errors import CorruptEntryError
 from tokencustody.schema import tables
@@ -236,16 +242,51 @@ REQUIRED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def _filled_template(postgres: Server, _migrated_template: str) -> Iterator[str]:
+    with filled_template(postgres, _migrated_template, fill) as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def _filled_file(tmp_path_factory: pytest.TempPathFactory, _migrated_file: Path) -> Path:
+    return filled_file(tmp_path_factory.mktemp("filled") / "captures.db", _migrated_file, fill)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def filled_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database that holds the valid row of each table, once of each kind."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{shutil.copy(request.getfixturevalue('_filled_file'), tmp_path / 'captures.db')}"
+        return
+    template = request.getfixturevalue("_filled_template")
+    with databases.fresh(request.getfixturevalue("postgres"), template) as url:
+        yield url
+
+
+def fill(url: str) -> None:
+    asyncio.run(insert_rows(url, *STORED))
+
+
 async def insert_rows(url: str, *rows: tuple[str, dict[str, Any]]) -> None:
     """Insert rows in one transaction, by the door that the stores use."""
+    async with opened(url) as database:
+        await database.write(inserting(*rows))
 
+
+def inserting(*rows: tuple[str, dict[str, Any]]) -> Callable[[Connection], None]:
     def work(connection: Connection) -> None:
         for name, row in rows:
             connection.execute(insert(tables.metadata.tables[name]), row)
 
+    return work
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[CaptureDatabase]:
     database = CaptureDatabase(parse_url(url))
     try:
-        await database.write(work)
+        yield database
     finally:
         await database.close()
 
@@ -299,41 +340,36 @@ def test_every_constraint_has_a_row_that_violates_it() -> None:
     ids=[f"{constraint}-{'-'.join(change)}" for _, constraint, change in VIOLATIONS],
 )
 async def test_the_named_constraint_refuses_the_row(
-    store_url: str, table: str, constraint: str, change: dict[str, Any]
+    filled_url: str, table: str, constraint: str, change: dict[str, Any]
 ) -> None:
-    await insert_rows(store_url, *STORED)
     with pytest.raises(IntegrityError) as refused, raised_by_driver():
-        await insert_rows(store_url, (table, VALID[table] | change))
+        await insert_rows(filled_url, (table, VALID[table] | change))
     said = refused_by(refused.value)
-    if store_url.startswith("sqlite"):
+    if filled_url.startswith("sqlite"):
         assert said == sqlite_wording(tables.metadata.tables[table], constraint)
     else:
         assert said.startswith(f"{constraint} ")
 
 
-async def test_a_call_that_shares_its_prompt_is_accepted(store_url: str) -> None:
-    await insert_rows(store_url, *STORED, ("entries", VALID["entries"] | OTHER | SHARED))
+async def test_a_call_that_shares_its_prompt_is_accepted(filled_url: str) -> None:
+    await insert_rows(filled_url, ("entries", VALID["entries"] | OTHER | SHARED))
 
 
 async def test_each_required_column_refuses_null(store_url: str) -> None:
-    for table, column in REQUIRED:
-        parents = {"fences", "staged_calls"} - {table}
-        before = [row for row in VALID.items() if row[0] in parents]
-        with pytest.raises(IntegrityError) as refused, raised_by_driver():
-            await insert_rows(store_url, *before, (table, VALID[table] | {column: None}))
-        said = refused_by(refused.value)
-        assert said in (f"NOT NULL constraint failed: {table}.{column}", f"None {column}")
+    async with opened(store_url) as database:
+        for table, column in REQUIRED:
+            parents = {"fences", "staged_calls"} - {table}
+            before = [row for row in VALID.items() if row[0] in parents]
+            with pytest.raises(IntegrityError) as refused, raised_by_driver():
+                await database.write(inserting(*before, (table, VALID[table] | {column: None})))
+            said = refused_by(refused.value)
+            assert said in (f"NOT NULL constraint failed: {table}.{column}", f"None {column}")
 
 
-async def test_a_fence_stays_while_records_belong_to_it(store_url: str) -> None:
-    await insert_rows(store_url, *STORED)
-    database = CaptureDatabase(parse_url(store_url))
-
+async def test_a_fence_stays_while_records_belong_to_it(filled_url: str) -> None:
     def remove(connection: Connection) -> None:
         connection.execute(tables.fences.delete())
 
-    try:
+    async with opened(filled_url) as database:
         with pytest.raises(IntegrityError), raised_by_driver():
             await database.write(remove)
-    finally:
-        await database.close()

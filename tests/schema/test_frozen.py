@@ -156,9 +156,10 @@ async def test_a_frozen_database_survives_going_down_to_its_revision_and_up_agai
     assert counts() == before
 
 
-async def test_what_the_revision_before_cannot_hold_keeps_a_database_from_going_back(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
-    async with open_store(empty_url) as store:
+async def test_what_the_revision_before_cannot_hold_keeps_a_database_from_going_back(
+    migrated_url: str,
+) -> None:
+    async with open_store(migrated_url) as store:
         await store.lineage.record_failure("reasons", "call", "one")
         await store.lineage.record_failure("reasons", "call", "another")
         await store.sink.refuse_call("refused", model_call_id="call", code=None)
@@ -170,14 +171,14 @@ async def test_what_the_revision_before_cannot_hold_keeps_a_database_from_going_
             ("reasons", "1 failed calls have more than one reason"),
         ):
             with pytest.raises(SchemaMismatchError, match=f"{said}, which revision 0004_audit cannot hold"):
-                migrate.downgrade(empty_url, "0004_audit")
+                migrate.downgrade(migrated_url, "0004_audit")
             await store.source.delete([rollout])
         await store.lineage.record(make_commit("kept"))
         kept = await store.lineage.manifest("kept")
         snapshot = await store.source.freeze("kept")
-    assert migrate.downgrade(empty_url, "0004_audit") == (migrate.HEAD, "0004_audit")
-    migrate.upgrade(empty_url)
-    async with open_store(empty_url) as store:
+    assert migrate.downgrade(migrated_url, "0004_audit") == (migrate.HEAD, "0004_audit")
+    migrate.upgrade(migrated_url)
+    async with open_store(migrated_url) as store:
         assert await store.lineage.manifest("kept") == kept
         assert await store.source.freeze("kept") == snapshot
         await store.lineage.record(make_commit("kept"))  # the same again

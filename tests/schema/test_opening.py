@@ -58,33 +58,30 @@ async def test_a_sqlite_file_with_other_tables_is_left_alone(new_sqlite_url: str
     assert probes.objects(new_sqlite_url) == ["of_somebody_else"]
 
 
-async def test_a_database_taken_back_to_base_is_refused_or_created_like_a_new_one(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
-    migrate.downgrade(empty_url, "base")
-    if empty_url.startswith("sqlite"):
-        async with open_store(empty_url) as store:
+async def test_a_database_taken_back_to_base_is_refused_or_created_like_a_new_one(migrated_url: str) -> None:
+    migrate.downgrade(migrated_url, "base")
+    if migrated_url.startswith("sqlite"):
+        async with open_store(migrated_url) as store:
             assert (await store.source.freeze("rollout")).version == 1
     else:
-        assert "has no tokencustody tables" in await refusal(empty_url)
+        assert "has no tokencustody tables" in await refusal(migrated_url)
 
 
 async def test_an_older_revision_is_refused_with_both_revisions_and_the_command(
-    empty_url: str, monkeypatch: pytest.MonkeyPatch
+    migrated_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    migrate.upgrade(empty_url)
     held = migrate.HEAD
     monkeypatch.setattr(revisions, "REVISIONS", (*migrate.REVISIONS, "9998_next"))
     monkeypatch.setattr(revisions, "HEAD", "9998_next")
     monkeypatch.setattr(revisions, "OLDEST", "9998_next")
-    reason = await refusal(empty_url)
+    reason = await refusal(migrated_url)
     assert f"is on revision {held}, this library on 9998_next" in reason
-    assert upgrade_command(empty_url) in reason
+    assert upgrade_command(migrated_url) in reason
 
 
-async def test_a_revision_that_comes_before_the_next_release_shuts_nobody_out(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
-    probes.run_script(empty_url, "UPDATE alembic_version SET version_num = '9999_later'")
-    async with open_store(empty_url) as store:
+async def test_a_revision_that_comes_before_the_next_release_shuts_nobody_out(migrated_url: str) -> None:
+    probes.run_script(migrated_url, "UPDATE alembic_version SET version_num = '9999_later'")
+    async with open_store(migrated_url) as store:
         assert (await store.source.freeze("rollout")).version == 1
 
 
@@ -99,20 +96,18 @@ async def test_a_revision_that_comes_before_the_next_release_shuts_nobody_out(em
     ],
 )
 async def test_an_unknown_revision_is_refused_with_both_revisions_and_the_advice(
-    empty_url: str, change: str
+    migrated_url: str, change: str
 ) -> None:
-    migrate.upgrade(empty_url)
-    probes.run_script(empty_url, f"UPDATE alembic_version SET {change}")
-    reason = await refusal(empty_url)
+    probes.run_script(migrated_url, f"UPDATE alembic_version SET {change}")
+    reason = await refusal(migrated_url)
     assert change.split("'")[1] in reason
     assert migrate.HEAD in reason
     assert reason.endswith("upgrade tokencustody")
 
 
-async def test_a_half_deleted_version_table_is_refused(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
-    probes.run_script(empty_url, "DELETE FROM alembic_version")
-    assert "has no tokencustody tables" in await refusal(empty_url)
+async def test_a_half_deleted_version_table_is_refused(migrated_url: str) -> None:
+    probes.run_script(migrated_url, "DELETE FROM alembic_version")
+    assert "has no tokencustody tables" in await refusal(migrated_url)
 
 
 async def test_the_revision_table_of_another_application_is_recognised(empty_url: str) -> None:
@@ -129,25 +124,22 @@ async def test_the_revision_table_of_another_application_is_recognised(empty_url
 
 
 @pytest.mark.parametrize("name", migrate.WIRE_SCHEMAS)
-async def test_a_newer_wire_schema_is_refused_by_name(empty_url: str, name: str) -> None:
-    migrate.upgrade(empty_url)
-    probes.run_script(empty_url, f"UPDATE wire_schema SET version = 9999 WHERE name = '{name}'")
-    reason = await refusal(empty_url)
+async def test_a_newer_wire_schema_is_refused_by_name(migrated_url: str, name: str) -> None:
+    probes.run_script(migrated_url, f"UPDATE wire_schema SET version = 9999 WHERE name = '{name}'")
+    reason = await refusal(migrated_url)
     assert f"wire schema {name} version 9999" in reason
     assert f"version {migrate.WIRE_SCHEMAS[name]}" in reason
     assert reason.endswith("upgrade tokencustody")
 
 
-async def test_a_wire_schema_that_this_library_never_heard_of_is_refused(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
-    probes.run_script(empty_url, "INSERT INTO wire_schema VALUES ('staged_delta', 1)")
-    assert "wire schema staged_delta version 1" in await refusal(empty_url)
+async def test_a_wire_schema_that_this_library_never_heard_of_is_refused(migrated_url: str) -> None:
+    probes.run_script(migrated_url, "INSERT INTO wire_schema VALUES ('staged_delta', 1)")
+    assert "wire schema staged_delta version 1" in await refusal(migrated_url)
 
 
-async def test_an_older_wire_schema_can_be_read(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
-    probes.run_script(empty_url, "UPDATE wire_schema SET version = 1 WHERE name = 'fingerprint'")
-    async with open_store(empty_url) as store:
+async def test_an_older_wire_schema_can_be_read(migrated_url: str) -> None:
+    probes.run_script(migrated_url, "UPDATE wire_schema SET version = 1 WHERE name = 'fingerprint'")
+    async with open_store(migrated_url) as store:
         assert (await store.source.freeze("rollout")).version == 1
 
 
@@ -167,19 +159,18 @@ async def test_the_password_is_in_no_refusal(empty_postgres_url: str) -> None:
 @pytest.mark.parametrize(
     "lost", ["ALTER TABLE fences RENAME COLUMN opened_at TO begun_at", "ALTER TABLE exports RENAME TO lost"]
 )
-async def test_what_the_tables_lack_is_told_by_the_check_that_is_named(empty_url: str, lost: str) -> None:
-    migrate.upgrade(empty_url)
+async def test_what_the_tables_lack_is_told_by_the_check_that_is_named(migrated_url: str, lost: str) -> None:
     # SQLite would not rename what its views name.
-    probes.run_script(empty_url, f"DROP VIEW audit_exports; DROP VIEW audit_rollouts; {lost}")
-    database = CaptureDatabase(parse_url(empty_url))
+    probes.run_script(migrated_url, f"DROP VIEW audit_exports; DROP VIEW audit_rollouts; {lost}")
+    database = CaptureDatabase(parse_url(migrated_url))
     try:
         with pytest.raises(CorruptEntryError) as refused:
             await summarize_runs(database)
     finally:
         await database.close()
-    assert f"`tokencustody db check --url {parse_url(empty_url).display}`" in str(refused.value)
+    assert f"`tokencustody db check --url {parse_url(migrated_url).display}`" in str(refused.value)
     column = lost.partition("COLUMN ")[2].partition(" ")[0]
     assert any(
         line.startswith(f"missing: {'fences.' + column if column else 'exports'}")
-        for line in migrate.check(empty_url)
+        for line in migrate.check(migrated_url)
     )

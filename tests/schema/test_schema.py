@@ -100,12 +100,11 @@ def test_alembic_finds_nothing_to_generate(empty_url: str) -> None:
 
 
 @pytest.mark.parametrize(("drift", "expected"), DRIFTS, ids=[drift.split(";")[0] for drift, _ in DRIFTS])
-def test_check_names_what_differs(empty_url: str, dialect: str, drift: str, expected: list[str]) -> None:
-    migrate.upgrade(empty_url)
+def test_check_names_what_differs(migrated_url: str, dialect: str, drift: str, expected: list[str]) -> None:
     if dialect == "postgresql":
         drift = drift.replace("DROP TABLE failures", "DROP TABLE failures CASCADE")  # and the views over it
-    probes.run_script(empty_url, drift)
-    problems = migrate.check(empty_url)
+    probes.run_script(migrated_url, drift)
+    problems = migrate.check(migrated_url)
     for line in expected:
         assert any(problem == line or problem.startswith(line.rstrip("*")) for problem in problems), problems
 
@@ -114,55 +113,50 @@ VIEWS = sorted(views_0005.views("sqlite"))
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_check_names_a_view_that_is_missing_or_altered(empty_url: str, dialect: str, view: str) -> None:
-    migrate.upgrade(empty_url)
-    probes.run_script(empty_url, f"DROP VIEW {view}{' CASCADE' if dialect == 'postgresql' else ''}")
-    assert f"missing: view {view}" in migrate.check(empty_url)
-    probes.run_script(empty_url, f"CREATE VIEW {view} AS SELECT 1 AS run")
-    assert {f"missing: view {view}", f"unexpected: view {view}, altered"} <= set(migrate.check(empty_url))
+def test_check_names_a_view_that_is_missing_or_altered(migrated_url: str, dialect: str, view: str) -> None:
+    probes.run_script(migrated_url, f"DROP VIEW {view}{' CASCADE' if dialect == 'postgresql' else ''}")
+    assert f"missing: view {view}" in migrate.check(migrated_url)
+    probes.run_script(migrated_url, f"CREATE VIEW {view} AS SELECT 1 AS run")
+    assert {f"missing: view {view}", f"unexpected: view {view}, altered"} <= set(migrate.check(migrated_url))
 
 
-def test_check_sees_that_a_view_was_replaced_under_its_comment(empty_postgres_url: str) -> None:
-    migrate.upgrade(empty_postgres_url)
-    (definition,) = probes.rows(empty_postgres_url, "SELECT pg_get_viewdef('audit_calls'::regclass)")[0]
+def test_check_sees_that_a_view_was_replaced_under_its_comment(postgres_url: str) -> None:
+    (definition,) = probes.rows(postgres_url, "SELECT pg_get_viewdef('audit_calls'::regclass)")[0]
     altered = f"{definition.rstrip(';')} WHERE run <> 'hidden'"
-    probes.rows(empty_postgres_url, f"CREATE OR REPLACE VIEW audit_calls AS {altered}")
-    assert migrate.check(empty_postgres_url) == [
+    probes.rows(postgres_url, f"CREATE OR REPLACE VIEW audit_calls AS {altered}")
+    assert migrate.check(postgres_url) == [
         "missing: view audit_calls",
         "unexpected: view audit_calls, altered",
     ]
 
 
 def test_check_trusts_the_wording_of_another_release_of_the_server_until_an_upgrade_makes_it_anew(
-    empty_postgres_url: str,
+    postgres_url: str,
 ) -> None:
-    migrate.upgrade(empty_postgres_url)
-    before = probes.rows(empty_postgres_url, "SELECT obj_description('audit_calls'::regclass)")
-    probes.rows(empty_postgres_url, "COMMENT ON VIEW audit_calls IS 'tokencustody 9 as it was worded then'")
-    assert migrate.check(empty_postgres_url) == []
+    before = probes.rows(postgres_url, "SELECT obj_description('audit_calls'::regclass)")
+    probes.rows(postgres_url, "COMMENT ON VIEW audit_calls IS 'tokencustody 9 as it was worded then'")
+    assert migrate.check(postgres_url) == []
     said: list[str] = []
-    migrate.upgrade(empty_postgres_url, progress=said.append)
+    migrate.upgrade(postgres_url, progress=said.append)
     assert said == ["made anew: view audit_calls"]
-    assert probes.rows(empty_postgres_url, "SELECT obj_description('audit_calls'::regclass)") == before
+    assert probes.rows(postgres_url, "SELECT obj_description('audit_calls'::regclass)") == before
 
 
-def test_check_takes_a_view_without_our_comment_for_altered(empty_postgres_url: str) -> None:
-    migrate.upgrade(empty_postgres_url)
-    probes.rows(empty_postgres_url, "COMMENT ON VIEW audit_calls IS 'mine'")
-    assert migrate.check(empty_postgres_url) == [
+def test_check_takes_a_view_without_our_comment_for_altered(postgres_url: str) -> None:
+    probes.rows(postgres_url, "COMMENT ON VIEW audit_calls IS 'mine'")
+    assert migrate.check(postgres_url) == [
         "missing: view audit_calls",
         "unexpected: view audit_calls, altered",
     ]
 
 
-def test_check_is_the_same_however_a_database_words_its_names(empty_postgres_url: str) -> None:
-    migrate.upgrade(empty_postgres_url)
-    name = parse_url(empty_postgres_url).display.rpartition("/")[2]
-    probes.rows(empty_postgres_url, f'ALTER DATABASE "{name}" SET quote_all_identifiers = on')
-    assert migrate.check(empty_postgres_url) == []
-    migrate.downgrade(empty_postgres_url, "0004_audit")
-    migrate.upgrade(empty_postgres_url)
-    assert migrate.check(empty_postgres_url) == []
+def test_check_is_the_same_however_a_database_words_its_names(postgres_url: str) -> None:
+    name = parse_url(postgres_url).display.rpartition("/")[2]
+    probes.rows(postgres_url, f'ALTER DATABASE "{name}" SET quote_all_identifiers = on')
+    assert migrate.check(postgres_url) == []
+    migrate.downgrade(postgres_url, "0004_audit")
+    migrate.upgrade(postgres_url)
+    assert migrate.check(postgres_url) == []
 
 
 @pytest.mark.parametrize(
@@ -174,16 +168,15 @@ def test_check_is_the_same_however_a_database_words_its_names(empty_postgres_url
         "ALTER FUNCTION audit_staged_payload RESET search_path",
     ],
 )
-def test_check_names_a_function_that_is_missing_or_altered(empty_postgres_url: str, change: str) -> None:
-    migrate.upgrade(empty_postgres_url)
-    probes.rows(empty_postgres_url, change)
+def test_check_names_a_function_that_is_missing_or_altered(postgres_url: str, change: str) -> None:
+    probes.rows(postgres_url, change)
     missing = "missing: function audit_staged_payload"
-    assert migrate.check(empty_postgres_url) == [
+    assert migrate.check(postgres_url) == [
         missing,
         "unexpected: function audit_staged_payload, altered",
     ]
-    probes.rows(empty_postgres_url, "DROP FUNCTION audit_staged_payload")
-    assert migrate.check(empty_postgres_url) == [missing]
+    probes.rows(postgres_url, "DROP FUNCTION audit_staged_payload")
+    assert migrate.check(postgres_url) == [missing]
 
 
 def test_views_outlive_a_copy_of_their_table(sqlite_url: str) -> None:
@@ -201,11 +194,10 @@ def test_views_outlive_a_copy_of_their_table(sqlite_url: str) -> None:
         assert probes.rows(sqlite_url, f"SELECT * FROM {view}") == []
 
 
-def test_check_ignores_what_others_keep(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
-    probes.run_script(empty_url, "CREATE TABLE of_somebody_else (a INTEGER)")
-    probes.run_script(empty_url, "CREATE VIEW also_theirs AS SELECT a FROM of_somebody_else")
-    assert migrate.check(empty_url) == []
+def test_check_ignores_what_others_keep(migrated_url: str) -> None:
+    probes.run_script(migrated_url, "CREATE TABLE of_somebody_else (a INTEGER)")
+    probes.run_script(migrated_url, "CREATE VIEW also_theirs AS SELECT a FROM of_somebody_else")
+    assert migrate.check(migrated_url) == []
 
 
 def test_down_to_base_leaves_nothing_and_up_again_gives_the_same(empty_url: str) -> None:
@@ -271,9 +263,8 @@ def test_the_revisions_in_code_are_those_of_the_scripts() -> None:
     assert scripts.get_heads() == [migrate.HEAD]
 
 
-def test_the_wire_schemas_in_code_are_those_that_migrations_stamp(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
-    assert dict(probes.rows(empty_url, "SELECT name, version FROM wire_schema")) == migrate.WIRE_SCHEMAS
+def test_the_wire_schemas_in_code_are_those_that_migrations_stamp(migrated_url: str) -> None:
+    assert dict(probes.rows(migrated_url, "SELECT name, version FROM wire_schema")) == migrate.WIRE_SCHEMAS
 
 
 @pytest.mark.parametrize("given", ["-x", "variable"])

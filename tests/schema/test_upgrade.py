@@ -49,15 +49,14 @@ def test_an_upgrade_that_fails_leaves_nothing_behind(empty_url: str) -> None:
     assert migrate.upgrade(empty_url) == (None, migrate.HEAD)
 
 
-def test_a_downgrade_that_fails_loses_nothing(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
+def test_a_downgrade_that_fails_loses_nothing(migrated_url: str) -> None:
 
     def fail(line: str) -> None:
         raise RuntimeError(line)
 
     with pytest.raises(RuntimeError, match=f"undid {migrate.HEAD}"):
-        migrate.downgrade(empty_url, "base", progress=fail)
-    assert migrate.check(empty_url) == []
+        migrate.downgrade(migrated_url, "base", progress=fail)
+    assert migrate.check(migrated_url) == []
 
 
 def test_two_upgrades_at_the_same_time_both_succeed_and_one_does_the_work(empty_url: str) -> None:
@@ -128,18 +127,17 @@ async def test_one_event_loop_may_create_many_sqlite_files_at_the_same_time(tmp_
     assert [migrate.check(url) for url in urls] == [[]] * 8
 
 
-def test_a_revision_that_this_library_does_not_know_is_left_alone(empty_url: str) -> None:
-    migrate.upgrade(empty_url)
-    probes.run_script(empty_url, "UPDATE alembic_version SET version_num = '9999_later'")
-    before = probes.catalogue(empty_url)
+def test_a_revision_that_this_library_does_not_know_is_left_alone(migrated_url: str) -> None:
+    probes.run_script(migrated_url, "UPDATE alembic_version SET version_num = '9999_later'")
+    before = probes.catalogue(migrated_url)
     steps: list[Callable[[], object]] = [
-        lambda: migrate.upgrade(empty_url),
-        lambda: migrate.downgrade(empty_url, "base"),
+        lambda: migrate.upgrade(migrated_url),
+        lambda: migrate.downgrade(migrated_url, "base"),
     ]
     for step in steps:
         with pytest.raises(SchemaMismatchError, match=rf"9999_later.*{migrate.HEAD}.*upgrade tokencustody"):
             step()
-    assert probes.catalogue(empty_url) == before
+    assert probes.catalogue(migrated_url) == before
 
 
 def test_an_unknown_target_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
