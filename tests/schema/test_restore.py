@@ -11,6 +11,7 @@ import pytest
 
 from tests.roles.secured import Secured, secured_database, server_user
 from tests.support import databases, dumps, probes
+from tests.support.filled import filled_template
 from tests.support.postgres import OWN_ROUTES, Server, fetch, postgres_server
 from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
@@ -40,11 +41,33 @@ def server(postgres: Server) -> Iterator[Server]:
         yield postgres if postgres.programs else stack.enter_context(postgres_server(OWN_ROUTES))
 
 
-@pytest.fixture
-def filled_url(server: Server) -> Iterator[str]:
-    with databases.fresh(server) as url:
+@pytest.fixture(scope="module")
+def filled(server: Server) -> Iterator[str]:
+    def migrate_and_fill(url: str) -> None:
         migrate.upgrade(url)
         asyncio.run(fill(url))
+
+    with filled_template(server, None, migrate_and_fill) as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def restored(server: Server, filled: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    dumped = dumps.dump(server, server.url_of(filled), tmp_path_factory.mktemp("dumped") / "dump", "custom")
+    with filled_template(server, None, lambda url: dumps.restore(server, dumped, url)) as name:
+        yield name
+
+
+@pytest.fixture
+def filled_url(server: Server, filled: str) -> Iterator[str]:
+    with databases.fresh(server, filled) as url:
+        yield url
+
+
+@pytest.fixture
+def restored_url(server: Server, restored: str) -> Iterator[str]:
+    """A database as a restore of the filled one leaves it."""
+    with databases.fresh(server, restored) as url:
         yield url
 
 
@@ -75,22 +98,20 @@ def test_a_restored_database_passes_the_check_and_so_does_a_restore_of_it(
 
 @pytest.mark.parametrize("view", ALTERED)
 def test_the_check_names_a_view_that_was_altered_after_a_restore_and_an_upgrade_makes_it_anew(
-    server: Server, filled_url: str, tmp_path: Path, view: str
+    restored_url: str, view: str
 ) -> None:
-    with databases.fresh(server) as url:
-        dumps.restore(server, dumps.dump(server, filled_url, tmp_path / "dump", "custom"), url)
-        ((definition,),) = probes.rows(url, f"SELECT pg_get_viewdef('{view}'::regclass)")
-        before, after = ALTERED[view]
-        assert before in definition
-        # In one word, at its last place.
-        altered = after.join(definition.rsplit(before, 1))
-        probes.rows(url, f"CREATE OR REPLACE VIEW {view} AS {altered}")
-        assert migrate.check(url) == [f"missing: view {view}", f"unexpected: view {view}, altered"]
-        said: list[str] = []
-        migrate.upgrade(url, progress=said.append)
-        assert said == [f"made anew: view {view}"]
-        assert migrate.check(url) == []
-        assert probes.rows(url, f"SELECT pg_get_viewdef('{view}'::regclass)") == [(definition,)]
+    ((definition,),) = probes.rows(restored_url, f"SELECT pg_get_viewdef('{view}'::regclass)")
+    before, after = ALTERED[view]
+    assert before in definition
+    # In one word, at its last place.
+    altered = after.join(definition.rsplit(before, 1))
+    probes.rows(restored_url, f"CREATE OR REPLACE VIEW {view} AS {altered}")
+    assert migrate.check(restored_url) == [f"missing: view {view}", f"unexpected: view {view}, altered"]
+    said: list[str] = []
+    migrate.upgrade(restored_url, progress=said.append)
+    assert said == [f"made anew: view {view}"]
+    assert migrate.check(restored_url) == []
+    assert probes.rows(restored_url, f"SELECT pg_get_viewdef('{view}'::regclass)") == [(definition,)]
 
 
 def test_a_view_with_other_columns_is_left_to_a_person(filled_url: str) -> None:

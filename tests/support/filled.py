@@ -12,8 +12,8 @@ from tests.support.postgres import Server
 
 
 @contextmanager
-def filled_template(server: Server, template: str, fill: Callable[[str], object]) -> Iterator[str]:
-    """Yield the name of a copy of the database `template` that `fill` was given the URL of."""
+def filled_template(server: Server, template: str | None, fill: Callable[[str], object]) -> Iterator[str]:
+    """Yield the name of a copy of `template`, or of an empty database, that `fill` was given the URL of."""
     name = databases.create(server, "filled", template)
     try:
         fill(server.url_of(name))
