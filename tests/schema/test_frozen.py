@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sqlite3
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from sqlalchemy import Connection, MetaData, Table, create_engine, insert, selec
 from sqlalchemy.pool import NullPool
 
 from tests.schema import freeze
-from tests.support import probes
+from tests.support import databases, probes
+from tests.support.filled import filled_template
 from tests.support.ledger import make_commit
+from tests.support.postgres import Server
 from tokencustody import TokenCaptureRetiredError, TokenCaptureSnapshot, open_store
 from tokencustody.database.url import parse_url
 from tokencustody.errors import PayloadConflictError, SchemaMismatchError
@@ -75,14 +79,32 @@ def revision(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture(scope="module")
+def frozen_template(
+    postgres: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], str]]:
+    """A function that returns the name of a PostgreSQL database as the release of a revision left it."""
+    scratch = tmp_path_factory.mktemp("scratch")
+    with ExitStack() as stack:
+
+        @functools.cache
+        def template(revision: str) -> str:
+            load = functools.partial(load_postgresql, revision=revision, scratch=scratch / revision)
+            return stack.enter_context(filled_template(postgres, None, load))
+
+        yield template
+
+
 @pytest.fixture
-def frozen_url(empty_url: str, revision: str, tmp_path: Path) -> str:
+def frozen_url(dialect: str, revision: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A database as that release left it."""
-    if empty_url.startswith("sqlite"):
-        load_sqlite(Path(probes.path_of(empty_url)), revision)
-    else:
-        load_postgresql(empty_url, revision, tmp_path / "scratch.db")
-    return empty_url
+    if dialect == "sqlite":
+        load_sqlite(tmp_path / "captures.db", revision)
+        yield f"sqlite:///{tmp_path / 'captures.db'}"
+        return
+    template = request.getfixturevalue("frozen_template")(revision)
+    with databases.fresh(request.getfixturevalue("postgres"), template) as url:
+        yield url
 
 
 async def test_a_frozen_database_is_upgraded_and_used(frozen_url: str, revision: str) -> None:
