@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import product
@@ -15,6 +16,7 @@ from tests.support.entries import make_entry
 from tests.support.forests import Forests
 from tokencustody import TokenEntry, open_store
 from tokencustody.chains.chains import Forest, shape_of
+from tokencustody.chains.reading import FrozenRollout
 from tokencustody.chains.rules import RowRules
 from tokencustody.export import ExportOptions, OnBreak, SharedCalls, Siblings, export
 
@@ -92,6 +94,15 @@ def check_answers(forest: Forests, out: dict[str, str]) -> None:
 
 
 SEEDS = 400
+
+
+@functools.cache
+def made_up(seed: int) -> tuple[Forests, FrozenRollout]:
+    """Return a rollout as it was made up and as it is read, the same for all rules."""
+    forest = Forests(seed)
+    return forest, forest.rollout()
+
+
 RULES = [RowRules(*each) for each in product(SharedCalls, OnBreak, Siblings)]
 
 
@@ -103,8 +114,8 @@ def test_each_token_of_a_call_that_is_not_left_out_is_trained_once_in_the_contex
 ) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(SEEDS):
-        forest = Forests(seed)
-        made = Forest(forest.rollout(), rules)
+        forest, rollout = made_up(seed)
+        made = Forest(rollout, rules)
         rows = list(made.chains())
         out = {left.model_call_id: left.reason for left in made.left_out if left.reason != "broken"}
         assert len(out) == sum(left.reason != "broken" for left in made.left_out), "each is named once"
@@ -114,7 +125,7 @@ def test_each_token_of_a_call_that_is_not_left_out_is_trained_once_in_the_contex
             kinds["broken"] += 1
             continue
         assert {link.model_call_id for row in rows for link in row.links} == names
-        shape = shape_of(forest.rollout(), made.calls, made.left_out, made)
+        shape = shape_of(rollout, made.calls, made.left_out, made)
         assert shape.calls_left_out == len(out)
         trained = Counter(
             each for row in rows for each in trained_in(list(row.token_ids), list(row.loss_mask))
