@@ -154,9 +154,10 @@ def test_each_token_of_a_call_that_is_not_left_out_is_trained_once_in_the_contex
 async def test_the_files_hold_of_each_call_what_was_sampled_after_exactly_its_prompt(
     store_url: str, tmp_path: Path
 ) -> None:
-    forests = {f"forest-{seed}": Forests(seed, f"forest-{seed}") for seed in range(25)}
+    forests = {f"forest-{seed}": Forests(seed, f"forest-{seed}") for seed in range(13, 25)}
     for forest in forests.values():
         await put_rollout(store_url, forest.entries)
+    why: set[str] = set()
     for number, rules in enumerate(RULES):
         out = tmp_path / str(number)
         options = ExportOptions(
@@ -169,6 +170,7 @@ async def test_the_files_hold_of_each_call_what_was_sampled_after_exactly_its_pr
         assert not report.all_left_out
         out_of_rows: defaultdict[str, set[str]] = defaultdict(set)
         for rollout_id, name, reason in left_out(out):
+            why.add(reason)
             masked = reason == "broken"
             out_of_rows[rollout_id] |= set(forests[rollout_id].prompts) if masked else {name}
         trained: defaultdict[str, Counter[Any]] = defaultdict(Counter)
@@ -181,6 +183,8 @@ async def test_the_files_hold_of_each_call_what_was_sampled_after_exactly_its_pr
             assert trained[rollout_id].keys() == wanted.keys(), (rollout_id, rules)
             if rules.shared_calls is SharedCalls.FIRST:
                 assert trained[rollout_id] == wanted, (rollout_id, rules)
+    # The chance made what it is about.
+    assert why >= {"ambiguous_retry", "broken", "parent_left_out", "parent_missing", "superseded_retry"}
 
 
 THINKING, TURNS = [90, 91, 92], 4

@@ -49,11 +49,26 @@ def changed(call: int, **changes: Any) -> bytes:
 async def test_a_last_line_torn_at_any_byte_is_told_and_masks_the_rollout(
     sqlite_url: str, folder: Path
 ) -> None:
+    # Without what Gym may leave out: fewer bytes to tear it at.
+    left_out = dict.fromkeys(
+        (
+            "continuation_context_digest",
+            "continuation_context_len",
+            "continuation_fingerprint",
+            "output_items",
+            "prefix_requested",
+            "prefix_supplied",
+            "routed_experts",
+            "token_item_index",
+        ),
+        ...,
+    )
     entry = linear_rollout(1)[0].entry
-    size = len(line_of(entry, rollout_id="torn-0000"))
+    size = len(line_of(entry, rollout_id="torn-0000", **left_out))
     for length in range(1, size + 1):
         name = f"torn-{length:04}"
-        write_rollout(folder, [], rollout_id=name, last_line=line_of(entry, rollout_id=name)[:length])
+        line = line_of(entry, rollout_id=name, **left_out)
+        write_rollout(folder, [], rollout_id=name, last_line=line[:length])
     report = await import_folder(sqlite_url, folder)
     *torn, whole = report.rollouts
     assert len(torn) == size - 1 > 300
