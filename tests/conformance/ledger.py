@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.conformance.memory import Memory, Rollout
+from tests.conformance.memory import Memory, Rollout, copied
 from tokencustody.errors import RolloutRetiredError
 from tokencustody.fingerprint import FINGERPRINT_VERSION, conversation_digest
 from tokencustody.lineage import (
@@ -35,7 +35,7 @@ class MemoryLedger(Memory):
         )
 
     def stored_call(self, commit: CaptureLedgerCommit) -> CaptureLedgerCommit:
-        return commit.model_copy(deep=True)
+        return copied(commit)
 
     def is_candidate(self, row: CallRecord) -> bool:
         return row.fingerprint_version == FINGERPRINT_VERSION

@@ -60,6 +60,8 @@ def difference(put: Any, read: Any, path: str = "") -> str | None:
     Floats are compared by their 64 bits, so NaN equals the same NaN and 0.0 differs from -0.0; an int differs
     from a float of the same value and from a bool; the order of an object's keys carries no meaning.
     """
+    if put is read:
+        return None
     put, read = (value.value if isinstance(value, Enum) else value for value in (put, read))
     if type(put) is not type(read):
         return f"{path} is a {type(read).__name__}, not a {type(put).__name__}"
@@ -70,7 +72,8 @@ def difference(put: Any, read: Any, path: str = "") -> str | None:
     if isinstance(put, list | tuple):
         if len(put) != len(read):
             return f"{path} has {len(read)} items, not {len(put)}"
-        if set(map(type, put)) == set(map(type, read)) == {int} and put == read:
+        types = {*map(type, put), *map(type, read)}
+        if (types == {int} and put == read) or (types == {float} and _bits(put) == _bits(read)):
             return None
         return _first(
             difference(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(put, read, strict=True))
@@ -79,6 +82,10 @@ def difference(put: Any, read: Any, path: str = "") -> str | None:
         bits, found = (struct.pack(">d", value).hex() for value in (put, read))
         return None if bits == found else f"{path} has the bits {found}, not {bits}"
     return None if put == read else f"{path} is {read!r:.60}, not {put!r:.60}"
+
+
+def _bits(numbers: Sequence[float]) -> bytes:
+    return struct.pack(f">{len(numbers)}d", *numbers)
 
 
 def _first(differences: Any) -> str | None:

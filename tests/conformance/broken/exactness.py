@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.conformance.broken.registry import fails
-from tests.conformance.memory import Memory
+from tests.conformance.memory import Memory, copied
 from tokencustody.lineage import RolloutLineage
 from tokencustody.protocols import RolloutRemovalPayload
 from tokencustody.records import TokenEntry, cumulative_tokens
@@ -92,7 +92,7 @@ class CallIdsIgnoreMargins(Memory):
 @fails("exact_long_lists")
 class LongPromptsAreCut(Memory):
     def stored(self, entry: TokenEntry) -> TokenEntry:
-        return entry.model_copy(deep=True, update={"prompt_token_ids": entry.prompt_token_ids[:131_072]})
+        return copied(entry).model_copy(update={"prompt_token_ids": entry.prompt_token_ids[:131_072]})
 
 
 @fails("namespace_isolation", "namespace_removal", "namespace_lineage", "namespace_ledger")

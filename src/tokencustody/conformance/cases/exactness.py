@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 from tokencustody.conformance.case import Case
-from tokencustody.conformance.expect import expect, expect_entries
+from tokencustody.conformance.expect import difference, expect, expect_entries
 from tokencustody.conformance.fixtures import child_turn, opening, record, turn
 from tokencustody.conformance.registry import check
 from tokencustody.records import TokenEntry, cumulative_tokens
@@ -257,4 +257,5 @@ async def _round_trip(case: Case, rollout: str, entries: list[TokenEntry]) -> No
 
 def expect_entries_unchanged(before: TokenEntry, after: TokenEntry) -> None:
     """Require that a put left its caller's record alone."""
-    expect(repr(before) == repr(after), f"put changed its caller's record {before.model_call_id!r:.60}")
+    where = difference(before.model_dump(), after.model_dump())
+    expect(where is None, f"put changed its caller's record {before.model_call_id!r:.60}: {where}")
