@@ -18,6 +18,7 @@ from tokencustody.export import ExportReport
 from tokencustody.records import TokenEntry
 from tokencustody.schema.opening import CaptureDatabase
 from tokencustody.staging.records import CaptureLedgerCommit, StagedCallRecord, staging_key
+from tokencustody.store import CaptureStore
 from tokencustody.store.staging import SqlStagingStore
 
 RUN = "run-1"
@@ -28,17 +29,22 @@ async def put_rollout(
 ) -> None:
     """Store the calls of one rollout in their order, one transaction each, and freeze it."""
     async with open_store(url, run=run) as store:
-        for entry in entries:
-            await store.sink.put(entry)
-        if freeze:
-            await store.source.freeze(entries[0].rollout_id)
+        await _put(store, entries, freeze=freeze)
+
+
+async def _put(store: CaptureStore, entries: Sequence[TokenEntry], *, freeze: bool) -> None:
+    for entry in entries:
+        await store.sink.put(entry)
+    if freeze:
+        await store.source.freeze(entries[0].rollout_id)
 
 
 async def put_linear(url: str, number: int, *, turns: int = 3, run: str = RUN) -> None:
     """Store and freeze `number` rollouts, named rollout-000 and so on."""
-    for index in range(number):
-        rollout = linear_rollout(turns, rollout_id=f"rollout-{index:03}", deltas=[1] if index % 2 else [])
-        await put_rollout(url, [turn.entry for turn in rollout], run=run)
+    async with open_store(url, run=run) as store:
+        for index in range(number):
+            rollout = linear_rollout(turns, rollout_id=f"rollout-{index:03}", deltas=[1] if index % 2 else [])
+            await _put(store, [turn.entry for turn in rollout], freeze=True)
 
 
 def branching() -> list[TokenEntry]:
