@@ -36,6 +36,8 @@ def _run(words: list[str], out: Connection, err: Connection, before: Callable[[]
         stream.close()
     if before is not None:
         before()
+    # What the command starts loads the main module too: not that of the tests.
+    sys.modules["__main__"] = sys.modules[main.__module__]
     sys.argv = ["tokencustody", *words]
     main()
 

@@ -6,18 +6,20 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import commands
 from tests.support.filling import fill as fill_rows
 from tests.support.machine import needs_linux
 from tests.verify.verifying import RUN, change, fill
 from tokencustody.cli import main
+from tokencustody.verify import running
 
 HOSTILE = "[red]x[/red]\x1b[31m"
 
@@ -111,27 +113,15 @@ def test_an_empty_database_is_not_said_to_be_sound(
     assert out.endswith("0 rollouts were looked at: the database has none\n")
 
 
-_SOONER = """
-import sys
-from tokencustody.__main__ import main
-from tokencustody.verify import running
-running._SOON = running._SAVE_EVERY = 0.0
-running._is_up = lambda first: first.result() > 0
-main()
-"""
+def _leave_all_to_other_processes_and_save_every_step() -> None:
+    os.setsid()
+    running._SOON = running._SAVE_EVERY = 0.0
+    running._is_up = lambda first: first.result() > 0
 
 
-def _start(url: str, *args: str) -> subprocess.Popen[str]:
-    """Start the command, which leaves all the work to other processes and saves every step."""
-    command = [sys.executable, "-c", _SOONER, "verify", "--url", url, "--jobs", "2", *args]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def _children(pid: int) -> list[int]:
+def _children(process: ForkServerProcess) -> list[int]:
     """Return the processes that any thread of a process has started."""
-    listed = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/children")]
+    listed = [each.read_text() for each in Path(f"/proc/{process.pid}/task").glob("*/children")]
     return [int(child) for child in " ".join(listed).split()]
 
 
@@ -145,34 +135,46 @@ def _is_verifying(pid: int) -> bool:
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
 def test_what_was_stopped_leaves_no_process_and_goes_on(
-    store_url: str, tmp_path: Path, stop: signal.Signals
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    store_url: str,
+    tmp_path: Path,
+    stop: signal.Signals,
 ) -> None:
     needs_linux("/proc, which tells the children of a process")
     fill(store_url)
     # Rows without sense: each is a finding, of which none may be lost or come twice.
     fill_rows(store_url, 4_000)
     checkpoint, report = tmp_path / "checkpoint.json", tmp_path / "report.jsonl"
-    process = _start(store_url, "--checkpoint", str(checkpoint))
-    while not checkpoint.exists() or not any(map(_is_verifying, workers := _children(process.pid))):
-        assert process.poll() is None, process.communicate()
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        process = commands.start(
+            ["verify", "--url", store_url, "--jobs", "2", "--checkpoint", str(checkpoint)],
+            file.fileno(),
+            file.fileno(),
+            before=_leave_all_to_other_processes_and_save_every_step,
+        )
+    while not checkpoint.exists() or not any(map(_is_verifying, workers := _children(process))):
+        assert process.exitcode is None, said.read_text()
         time.sleep(0.01)
 
+    assert process.pid is not None
     if stop is signal.SIGINT:
         os.killpg(process.pid, stop)
     else:
         process.kill()
-    _, err = process.communicate(timeout=60)
+    process.join()
 
     if stop is signal.SIGINT:
-        assert process.returncode == 130
-        assert err == "interrupted: nothing was changed; the same command goes on\n"
+        assert process.exitcode == 130
+        assert said.read_text() == "interrupted: nothing was changed; the same command goes on\n"
     for worker in workers:
         _wait_for_end(worker)
     done = json.loads(checkpoint.read_text())
     assert 0 < done["counts"]["rollouts"] < 418
-    process = _start(store_url, "--checkpoint", str(checkpoint), "--json", "--report", str(report))
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (1, "")
+    goes_on = ("--checkpoint", str(checkpoint), "--json", "--report", str(report), "--jobs", "1")
+    code, out, err = _run(capsys, monkeypatch, store_url, *goes_on)
+    assert (code, err) == (1, "")
     found = json.loads(out)
     assert found["rollouts"] == 418
     names = [(each["rule"], each["rollout_id"], each["model_call_id"]) for each in found["findings"]]
