@@ -68,7 +68,7 @@ async def test_every_training_row_is_what_the_engine_read_and_sampled(store_url:
                 update_after=first_update,
                 lost={plan.lost_call or "" for plan in plans},
                 retried={call for plan in plans for call in plan.retried_calls},
-                max_tokens=8,
+                max_tokens=3,
                 seed=5,
             )
             gateway = Gateway(ledger, frozenset(call for plan in plans for call in plan.retried_calls))
@@ -126,7 +126,7 @@ async def test_every_training_row_is_what_the_engine_read_and_sampled(store_url:
 @pytest.fixture
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     # By import_module: the package's attribute of that name is the command.
-    monkeypatch.setattr(importlib.import_module("tokencustody.demo.command"), "MAX_NEW_TOKENS", 8)
+    monkeypatch.setattr(importlib.import_module("tokencustody.demo.command"), "MAX_NEW_TOKENS", 3)
 
 
 def test_three_processes_report_what_the_database_holds_and_retire_it(
@@ -304,7 +304,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> RecordedProcesses:
 
 async def run_small(url: str, on_progress: Callable[[str, int, int], None]) -> None:
     await run_staging_demo(
-        url, "demo", rollouts=4, turns=2, workers=2, seed=0, max_tokens=8, progress=on_progress
+        url, "demo", rollouts=4, turns=2, workers=2, seed=0, max_tokens=3, progress=on_progress
     )
 
 
