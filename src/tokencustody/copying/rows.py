@@ -7,10 +7,24 @@ import pickle
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
-from sqlalchemy import Column, Connection, LargeBinary, Row, Table, cast, func, literal, select, tuple_
+from sqlalchemy import (
+    Column,
+    Connection,
+    LargeBinary,
+    Row,
+    Select,
+    Table,
+    bindparam,
+    cast,
+    func,
+    literal,
+    select,
+    tuple_,
+)
 
 from tokencustody.schema.tables import (
     OF_ROLLOUTS,
@@ -149,32 +163,50 @@ def _own_key(table: Table) -> list[Column[Any]]:
 def _pages_txn(
     connection: Connection, key: RolloutKey, table: Table, *, with_bytes: bool
 ) -> Iterator[Sequence[Row[Any]]]:
-    proven = _PROVEN.get(table)
-    wanted = [
+    own_key = _own_key(table)
+    rows = _rows_of(table, with_bytes=with_bytes)
+    if not own_key:
+        yield connection.execute(rows, key.named()).all()
+        return
+    found = connection.execute(_keys_of(table, with_bytes=with_bytes), key.named())
+    for group in _groups([tuple(row) for row in found]):
+        chosen = [each[0] for each in group] if len(own_key) == 1 else group
+        yield connection.execute(rows, key.named(chosen=chosen)).all()
+
+
+@cache
+def _keys_of(table: Table, *, with_bytes: bool) -> Select[Any]:
+    """Return the statement for the keys of a rollout's rows, each with how many bytes the row has."""
+    large = [column for column in _read(table, with_bytes) if isinstance(column.type, LargeBinary)]
+    size = sum((func.coalesce(func.length(column), 0) for column in large), literal(0))
+    own_key = _own_key(table)
+    return select(*own_key, size).where(of_rollout(table)).order_by(*own_key)
+
+
+@cache
+def _rows_of(table: Table, *, with_bytes: bool) -> Select[Any]:
+    """Return the statement for the rows of a rollout, those with the keys `chosen` where rows have keys."""
+    wanted: list[Any] = [
         # As bytes even where SQLite holds text, so that its hash tells.
         cast(column, LargeBinary).label(column.name) if isinstance(column.type, LargeBinary) else column
-        for column in table.columns
-        if with_bytes or proven is None or column is not proven[0]
+        for column in _read(table, with_bytes)
     ]
-    if with_bytes and proven is not None:
-        wanted.append(proven[1].label("_sha256"))
+    if with_bytes and table in _PROVEN:
+        wanted.append(_PROVEN[table][1].label("_sha256"))
+    statement = select(*wanted).where(of_rollout(table))
     own_key = _own_key(table)
     if not own_key:
-        yield connection.execute(select(*wanted).where(of_rollout(table)), key.named()).all()
-        return
-    large = [
+        return statement
+    keys = own_key[0] if len(own_key) == 1 else tuple_(*own_key)
+    return statement.where(keys.in_(bindparam("chosen", expanding=True)))
+
+
+def _read(table: Table, with_bytes: bool) -> list[Column[Any]]:
+    return [
         column
         for column in table.columns
-        if isinstance(column.type, LargeBinary) and (with_bytes or proven is None or column is not proven[0])
+        if with_bytes or table not in _PROVEN or column is not _PROVEN[table][0]
     ]
-    size = sum((func.coalesce(func.length(column), 0) for column in large), literal(0))
-    found = connection.execute(
-        select(*own_key, size).where(of_rollout(table)).order_by(*own_key), key.named()
-    )
-    for group in _groups([tuple(row) for row in found]):
-        is_one = own_key[0].in_([each[0] for each in group])
-        is_one = is_one if len(own_key) == 1 else tuple_(*own_key).in_(group)
-        yield connection.execute(select(*wanted).where(of_rollout(table), is_one), key.named()).all()
 
 
 def _groups(found: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
