@@ -172,7 +172,8 @@ def test_what_was_stopped_leaves_no_process_and_goes_on(
         _wait_for_end(worker)
     done = json.loads(checkpoint.read_text())
     assert 0 < done["counts"]["rollouts"] < 418
-    goes_on = ("--checkpoint", str(checkpoint), "--json", "--report", str(report), "--jobs", "1")
+    monkeypatch.setattr(running, "_SOON", 0.0)
+    goes_on = ("--checkpoint", str(checkpoint), "--json", "--report", str(report), "--jobs", "2")
     code, out, err = _run(capsys, monkeypatch, store_url, *goes_on)
     assert (code, err) == (1, "")
     found = json.loads(out)
