@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.test_loops import LoopThread
 from tests.store.test_staging_concurrency import in_a_fork
+from tests.support import forked
 from tests.support.entries import make_entry
 from tests.support.staged import stage
 from tokencustody import CaptureStore, SqlStagingStore, SqlTokenSink, open_store
@@ -22,17 +23,7 @@ from tokencustody.spill.replaying import Replayer
 
 FILES = ("captures.db", "captures.db-wal", "captures.db-shm")
 GONE = "was opened was deleted, moved away, emptied or replaced"
-PUT = """
-import asyncio, sys
-from tests.support.entries import make_entry
-from tokencustody import open_store
-
-async def main():
-    async with open_store(sys.argv[1]) as store:
-        await store.sink.put(make_entry(model_call_id=sys.argv[2]))
-
-asyncio.run(main())
-"""
+PUT = "import sys; from tests.faults.test_moved_files import put; put(*sys.argv[1:])"
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +41,22 @@ def _folder(file: Path) -> None:
     file.parent.mkdir()
 
 
+def put(file: str, call: str) -> None:
+    """Put a call into what is found at the path."""
+
+    async def put_one() -> None:
+        async with open_store(file) as store:
+            await store.sink.put(make_entry(model_call_id=call))
+
+    asyncio.run(put_one())
+
+
 def put_elsewhere(file: Path, call: str) -> None:
     """Let another process put a call into what it finds at the path."""
-    subprocess.run([sys.executable, "-c", PUT, file, call], check=True)
+    process = forked.process(put, str(file), call)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def delete(file: Path) -> None:
