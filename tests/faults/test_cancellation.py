@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -520,39 +522,76 @@ STAGING: dict[str, tuple[Callable[[SqlStagingStore], object], str]] = {
 }
 
 
+@contextmanager
+def interrupted_once() -> Iterator[Callable[[], Awaitable[None]]]:
+    """Yield what interrupts this thread from another one, until it has noticed; it does so once."""
+    caller, interrupted = threading.get_ident(), False
+
+    def notice(*_: object) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    async def interrupt() -> None:
+        # Again and again: one that comes just before the thread waits does not wake it.
+        while not interrupted:
+            signal.pthread_kill(caller, signal.SIGINT)
+            await asyncio.sleep(0)
+
+    before = signal.signal(signal.SIGINT, notice)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(("operation", "point"), STAGING.values(), ids=STAGING)
 def test_a_staging_call_that_is_interrupted_is_whole_or_absent_and_holds_nothing(
     store_url: str, faults: Points, operation: Callable[[SqlStagingStore], object], point: str
 ) -> None:
-    caller = threading.get_ident()
     with SqlStagingStore(store_url, deadline=DEADLINE) as staging:
         assert staging.stage(stage("call-0").snapshot).ok
-        interrupted = False
-
-        async def interrupt_until_cancelled() -> None:
-            # Again and again: one that comes just before the thread waits does not wake it.
-            while not interrupted:
-                signal.pthread_kill(caller, signal.SIGINT)
-                await asyncio.sleep(0)
-
-        faults[point] = interrupt_until_cancelled
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            operation(staging)
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            interrupted = True
-        finally:
+        with interrupted_once() as interrupt_until_cancelled:
+            faults[point] = interrupt_until_cancelled
+            with pytest.raises(KeyboardInterrupt):
+                operation(staging)
             faults.clear()
-            signal.signal(signal.SIGINT, before)
-        assert interrupted
-        staging._background.pause().release()  # waits for what was interrupted
+            staging._background.pause().release()  # waits for what was interrupted
         asyncio.run(look_from_outside(store_url))
         repeated = operation(staging)
         assert (
             repeated == [] or repeated == ["r/call-0"] or (isinstance(repeated, StageResult) and repeated.ok)
         )
         asyncio.run(look_from_outside(store_url))
+
+
+def test_a_fork_whose_wait_for_running_calls_is_interrupted_leaves_no_lock_held(
+    store_url: str, faults: Points
+) -> None:
+    with SqlStagingStore(store_url, deadline=DEADLINE) as staging, interrupted_once() as interrupt:
+        lock = staging._background._lock(os.getpid())
+        inside, forking = threading.Event(), threading.Event()
+
+        async def interrupt_the_wait() -> None:
+            inside.set()
+            while not (forking.is_set() and lock.locked()):  # noqa: ASYNC110 - no lock tells of itself
+                await asyncio.sleep(0)
+            await interrupt()
+
+        faults["before commit"] = interrupt_the_wait
+        answers: list[StageResult] = []
+        running = threading.Thread(target=lambda: answers.append(staging.stage(STAGED)))
+        running.start()
+        inside.wait()
+        forking.set()
+        with pytest.raises(KeyboardInterrupt):
+            staging._background.pause()
+        if is_held := lock.locked():
+            lock.release()  # else nothing closes the store
+        assert not is_held
+        running.join()
+        assert [answer.ok for answer in answers] == [True]
 
 
 async def look_from_outside(url: str) -> None:

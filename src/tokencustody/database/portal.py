@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,12 +72,17 @@ class BackgroundLoop:
             worker.end(self._at_end)
 
     def pause(self) -> threading.Lock:
-        """Let the calls that are running finish and start no other one until the returned lock is released."""
+        """Let the calls that are running finish and start no other one until the returned lock is released.
+
+        A wait that is interrupted, as by Ctrl-C, holds nothing.
+        """
         pid = os.getpid()
         lock = self._lock(pid)
-        lock.acquire()
-        if pid in self._workers:
-            self._workers[pid].finish()
+        with ExitStack() as on_error:
+            on_error.enter_context(lock)
+            if pid in self._workers:
+                self._workers[pid].finish()
+            on_error.pop_all()
         return lock
 
     def _lock(self, pid: int) -> threading.Lock:
