@@ -1,19 +1,21 @@
 """Databases for the tests, and the PostgreSQL server under them.
 
-`store_url` runs a test twice, on a new SQLite file and on a new PostgreSQL database, both ready for use. With
-`--coalesce MODE` every store of the run gathers its calls in that mode, unless a test names another. A test that is
-marked `serializable` runs a third time, on PostgreSQL with `isolation="serializable"`.
+`store_url` runs a test twice, on a new SQLite file and on a new PostgreSQL database, both ready for use. A test that is
+marked `filled(by=fill)` begins with a copy of what `fill(url)` put into such a database once. A test that is marked
+`serializable` runs a third time, on PostgreSQL with `isolation="serializable"`. With `--coalesce MODE` every store of
+the run gathers its calls in that mode, unless a test names another.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import databases
+from tests.support.filled import Originals
 from tests.support.postgres import NoPostgresError, Server, postgres_server
 from tokencustody.database import postgresql, registry
 from tokencustody.database.coalescing import Coalesce
@@ -94,6 +97,8 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Bring up PostgreSQL before the first test, if one asks for it, so that the header can name it."""
+    # What was collected stays to the end. Else each full collection of garbage looks through all of it.
+    gc.freeze()
     wanted = {"postgres", "store_url"}
     if not session.config.option.collectonly and any(
         wanted.intersection(getattr(item, "fixturenames", ())) for item in session.items
@@ -160,10 +165,26 @@ def empty_postgres_url(postgres: Server) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def _originals() -> Iterator[Originals]:
+    with closing(Originals()) as originals:
+        yield originals
+
+
 @pytest.fixture
-def postgres_url(postgres: Server, _migrated_template: str) -> Iterator[str]:
+def _fill(request: pytest.FixtureRequest) -> Callable[[str], object] | None:
+    """What the mark `filled` of the test gives."""
+    mark = request.node.get_closest_marker("filled")
+    return mark.kwargs["by"] if mark else None
+
+
+@pytest.fixture
+def postgres_url(
+    postgres: Server, _migrated_template: str, _originals: Originals, _fill: Callable[[str], object] | None
+) -> Iterator[str]:
     """A new PostgreSQL database on the newest revision."""
-    with databases.fresh(postgres, _migrated_template) as url:
+    template = _originals.template(postgres, _migrated_template, _fill) if _fill else _migrated_template
+    with databases.fresh(postgres, template) as url:
         yield url
 
 
@@ -194,9 +215,12 @@ def new_sqlite_url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def sqlite_url(new_sqlite_url: str, _migrated_file: Path) -> str:
+def sqlite_url(
+    new_sqlite_url: str, _migrated_file: Path, _originals: Originals, _fill: Callable[[str], object] | None
+) -> str:
     """A new SQLite file on the newest revision."""
-    shutil.copy(_migrated_file, new_sqlite_url.removeprefix("sqlite:///"))
+    file = _originals.file(_migrated_file.parent, _migrated_file, _fill) if _fill else _migrated_file
+    shutil.copy(file, new_sqlite_url.removeprefix("sqlite:///"))
     return new_sqlite_url
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,6 @@ from tests.export.exports import (
     run_sql,
 )
 from tests.support.entries import make_entry
-from tests.support.filled import Originals
-from tests.support.postgres import Server
 from tests.support.staged import stage
 from tokencustody.export import ExportOptions, Format, export
 from tokencustody.retention.retention import Retention, Settled
@@ -160,24 +156,9 @@ async def make(url: str, made: Made) -> None:
         await put_rollout(url, made.entries)
 
 
-@pytest.fixture(scope="module")
-def originals(
-    postgres: Server, _migrated_template: str, _migrated_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Originals]:
-    folder = tmp_path_factory.mktemp("originals")
-    with closing(Originals(postgres, _migrated_template, _migrated_file, folder)) as made:
-        yield made
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def made_url(
-    request: pytest.FixtureRequest, name: str, originals: Originals, tmp_path: Path
-) -> Iterator[str]:
-    """A database that holds the rollout `name` of ROLLOUTS, once of each kind."""
-    with originals.copy(
-        request.param, name, lambda url: asyncio.run(make(url, ROLLOUTS[name])), tmp_path
-    ) as url:
-        yield url
+def filled(name: str) -> Any:
+    fill = pytest.mark.filled(by=lambda url: asyncio.run(make(url, ROLLOUTS[name])))
+    return pytest.param(name, marks=fill)
 
 
 def sampled_in(out: Path, form: Format) -> set[str]:
@@ -200,14 +181,14 @@ def sampled_in(out: Path, form: Format) -> set[str]:
 
 
 @pytest.mark.parametrize("form", list(Format))
-@pytest.mark.parametrize("name", ROLLOUTS)
+@pytest.mark.parametrize("name", [*map(filled, ROLLOUTS)])
 async def test_a_rollout_is_retired_only_when_every_sampled_token_of_it_is_in_the_files(
-    made_url: str, tmp_path: Path, name: str, form: Format
+    store_url: str, tmp_path: Path, name: str, form: Format
 ) -> None:
     made = ROLLOUTS[name]
     options = {"on_break": made.on_break} if form is Format.PARQUET else {}
     wanted = ExportOptions(format=form, run=RUN, include_incomplete=True, **options)
-    report = await export(made_url, tmp_path / "out", wanted, retire=True)
+    report = await export(store_url, tmp_path / "out", wanted, retire=True)
     found, is_whole = getattr(made, form.value)
     assert {(call, reason) for _, call, reason in left_out(tmp_path / "out")} == found
 
@@ -235,11 +216,11 @@ async def test_a_rollout_is_retired_only_when_every_sampled_token_of_it_is_in_th
 
     # Nor does what comes later take what no file holds.
     settled: list[Settled] = []
-    async with Retention(made_url) as retention:
+    async with Retention(store_url) as retention:
         await retention.retire(RolloutFilter(state=FenceState.FROZEN, exported=True), settled.append)
     fences = select(tables.fences.c.rollout_id, tables.fences.c.state)
     marks = select(tables.exports.c.rollout_id, tables.exports.c.is_held)
-    states, marked, entries = await run_sql(made_url, fences, marks, select(tables.entries.c.model_call_id))
+    states, marked, entries = await run_sql(store_url, fences, marks, select(tables.entries.c.model_call_id))
     assert dict(map(tuple, states)) == {"r": "retired" if is_held else "frozen", "whole": "retired"}
     assert dict(map(tuple, marked)) == {"whole": True} | ({"r": is_held} if is_whole is not None else {})
     assert len(entries) == (0 if is_held else len(made.entries))

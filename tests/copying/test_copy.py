@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, insert, select, update
 
-from tests.support import probes
+from tests.support import databases, probes
 from tests.support.entries import make_entry
-from tests.support.filled import Originals
 from tests.support.killed import killed_at
 from tests.support.postgres import Server
 from tests.support.rich import ODD_CALL, execute, fill_frozen, fill_richly, rows
@@ -51,54 +49,23 @@ from tokencustody.txn.fence import RolloutKey, Stamp
 ALL = 8  # rollouts of fill_richly
 
 
-@pytest.fixture(scope="module")
-def originals(
-    postgres: Server, _migrated_template: str, _migrated_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Originals]:
-    folder = tmp_path_factory.mktemp("originals")
-    with contextlib.closing(Originals(postgres, _migrated_template, _migrated_file, folder)) as made:
-        yield made
+def filled(fill: Callable[[str], Coroutine[Any, Any, None]]) -> pytest.MarkDecorator:
+    return pytest.mark.filled(by=lambda url: asyncio.run(fill(url)))
+
+
+RICH = filled(lambda url: fill_richly(url))
+# With rows in every table.
+TWO_FROZEN = filled(lambda url: fill_frozen(url, "another", "frozen"))
+# One for each of CHANGES.
+EACH_CHANGE = filled(lambda url: fill_frozen(url, *CHANGES))
 
 
 @pytest.fixture
-def rich() -> None:
-    """Let the source hold what `fill_richly` writes, from the start."""
-
-
-@pytest.fixture
-def two_frozen() -> None:
-    """Let the source hold `another` and `frozen`, with rows in every table, from the start."""
-
-
-@pytest.fixture
-def each_change() -> None:
-    """Let the source hold a frozen rollout for each of `CHANGES`, from the start."""
-
-
-FILLS: dict[str, Callable[[str], Coroutine[Any, Any, None]]] = {
-    "rich": lambda url: fill_richly(url),
-    "two_frozen": lambda url: fill_frozen(url, "another", "frozen"),
-    "each_change": lambda url: fill_frozen(url, *CHANGES),
-}
-RICH, TWO_FROZEN, EACH_CHANGE = map(pytest.mark.usefixtures, FILLS)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store_url(request: pytest.FixtureRequest, originals: Originals, tmp_path: Path) -> Iterator[str]:
-    """A database that is ready for a store, once of each kind."""
-    name = next((name for name in FILLS if name in request.fixturenames), None)
-    if name is None:
-        yield request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
-        return
-    with originals.copy(request.param, name, lambda url: asyncio.run(FILLS[name](url)), tmp_path) as url:
-        yield url
-
-
-@pytest.fixture
-def other_url(store_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The database to copy to, of the other kind."""
+def other_url(store_url: str, tmp_path: Path, postgres: Server, _migrated_template: str) -> Iterator[str]:
+    """The database to copy to, of the other kind and without rows."""
     if store_url.startswith("sqlite"):
-        yield request.getfixturevalue("postgres_url")
+        with databases.fresh(postgres, _migrated_template) as url:
+            yield url
     else:
         yield f"sqlite:///{tmp_path / 'other.db'}"
 

@@ -18,9 +18,7 @@ import pytest
 from sqlalchemy import Connection, Engine, event, select, update
 
 from tests.support.entries import make_entry
-from tests.support.filled import Originals
 from tests.support.ledger import make_commit
-from tests.support.postgres import Server
 from tests.support.rollouts import linear_rollout
 from tokencustody import open_store
 from tokencustody.cli import main
@@ -54,30 +52,6 @@ ROLLOUT_KEYS = [
     "retired_at",
     "retired_by",
 ]
-
-
-@pytest.fixture(scope="module")
-def originals(
-    postgres: Server, _migrated_template: str, _migrated_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Originals]:
-    folder = tmp_path_factory.mktemp("originals")
-    with contextlib.closing(Originals(postgres, _migrated_template, _migrated_file, folder)) as made:
-        yield made
-
-
-@pytest.fixture
-def each_kind() -> None:
-    """Let the database hold what `every_kind` writes, from the start."""
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store_url(request: pytest.FixtureRequest, originals: Originals, tmp_path: Path) -> Iterator[str]:
-    """A database that is ready for a store, once of each kind."""
-    if "each_kind" in request.fixturenames:
-        with originals.copy(request.param, "", lambda url: fill(url, every_kind), tmp_path) as url:
-            yield url
-    else:
-        yield request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
 
 
 @pytest.fixture
@@ -143,6 +117,9 @@ async def every_kind(store: CaptureStore) -> None:
     assert await source.drop("dangled", snapshot.snapshot_id, snapshot.version)
 
 
+FILLED = pytest.mark.filled(by=lambda url: fill(url, every_kind))
+
+
 async def ledger_only(store: CaptureStore) -> None:
     """Record two turns, a failure, and a call whose answer had no response id."""
     first = make_commit("staged", "call-z", weight_version=3)
@@ -198,7 +175,7 @@ def recorded_statements() -> Iterator[list[str]]:
 
 
 class TestRollouts:
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_json_tells_state_counts_and_version_of_each_rollout(self, cli: Cli) -> None:
         found = listed(cli("rollouts", "--json"))
         told = ("state", "version", "incomplete", "calls", "prompt_tokens", "generated_tokens", "retired_by")
@@ -211,7 +188,7 @@ class TestRollouts:
             "dangled": ("retired", 2, True, 0, 0, 0, "drop"),
         }
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_json_tells_every_reason_why_a_rollout_is_incomplete(self, cli: Cli) -> None:
         found = listed(cli("rollouts", "--json"))
         assert {name: rollout["reasons"] for name, rollout in found.items() if rollout["reasons"]} == {
@@ -225,7 +202,7 @@ class TestRollouts:
             "dangled": [reason("dangling_intent", "")],
         }
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_an_intent_dangles_only_once_its_rollout_is_frozen(self, cli: Cli, store_url: str) -> None:
         rollout = listed(cli("rollouts", "--json"))["open"]
         assert (rollout["reasons"], rollout["not_yet_captured"]) == ([], ["call-2"])
@@ -236,11 +213,11 @@ class TestRollouts:
             [],
         )
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_json_objects_have_the_same_keys_in_the_same_order(self, cli: Cli) -> None:
         assert {tuple(rollout) for rollout in json.loads(cli("rollouts", "--json"))} == {tuple(ROLLOUT_KEYS)}
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_the_table_says_why_in_words(self, cli: Cli) -> None:
         rows = {line.split()[1]: line for line in cli("rollouts").splitlines()[1:-1]}
         assert (
@@ -269,7 +246,7 @@ class TestRollouts:
             (["--run", "run-2"], set()),
         ],
     )
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_each_filter_keeps_what_it_names(self, cli: Cli, options: list[str], names: set[str]) -> None:
         assert set(listed(cli("rollouts", "--json", *options))) == names
 
@@ -278,7 +255,7 @@ class TestRollouts:
             fill(store_url, lambda store: store.sink.put(make_entry("same")), run=run)
         assert [rollout["run"] for rollout in json.loads(cli("rollouts", "--json"))] == ["run-2", "run-1"]
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_the_newest_come_first_and_the_footer_counts_all(self, cli: Cli) -> None:
         *_, second, footer = cli("rollouts", "--limit", "2").splitlines()
         assert second.split()[1] == "abandoned"
@@ -404,7 +381,7 @@ class TestShow:
         assert re.search(r"without a recorded parent +2 *", verified)
         assert json.loads(cli("verify", "--json"))["parents_not_recorded"] == 2
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_the_header_the_intents_and_the_history_tell_the_whole_story(self, cli: Cli) -> None:
         out = cli("show", "bad")
         assert re.search(r"^state +frozen *$", out, re.MULTILINE)
@@ -424,13 +401,13 @@ class TestShow:
             "freeze",
         ]
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_an_announced_call_of_an_open_rollout_is_not_yet_captured(self, cli: Cli) -> None:
         out = cli("show", "open")
         assert re.search(r"announced, not yet captured\n    └── call-2 · announced ", out)
         assert re.search(r"call-1 · root · .* · announced$", out, re.MULTILINE)
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_a_retired_rollout_shows_its_history_and_that_its_calls_are_gone(self, cli: Cli) -> None:
         out = cli("show", "consumed")
         assert "no calls: retirement removed them" in out
@@ -478,7 +455,7 @@ class TestShow:
         assert [re.search(r"call-\d+", line)[0] for line in lines] == [f"call-{n}" for n in range(60)]  # type: ignore[index]
         assert max(map(len, lines)) < 160
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_json_tells_calls_intents_and_versions_as_rows(self, cli: Cli) -> None:
         shown = json.loads(cli("show", "bad", "--json"))
         assert list(shown) == [
@@ -551,7 +528,7 @@ class TestShow:
 
 
 class TestBoth:
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_neither_command_changes_anything(self, cli: Cli, store_url: str) -> None:
         rows, bytes_before = everything(store_url), _file_bytes(store_url)
         for arguments in (["rollouts"], ["rollouts", "--json"], ["show", "bad"], ["show", "bad", "--json"]):
@@ -559,7 +536,7 @@ class TestBoth:
         assert _file_bytes(store_url) == bytes_before
         assert everything(store_url) == rows
 
-    @pytest.mark.usefixtures("each_kind")
+    @FILLED
     def test_both_commands_read_while_a_writer_holds_its_locks(self, cli: Cli, store_url: str) -> None:
         printed: list[str] = []
 

@@ -9,7 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,8 +20,6 @@ import pytest
 import typer
 
 from tests.support.entries import make_entry
-from tests.support.filled import filled_file, filled_template
-from tests.support.postgres import Server
 from tests.support.rows import rows_of, run_sql
 from tests.support.staged import stage
 from tokencustody import open_store
@@ -34,20 +32,7 @@ Shell = Callable[..., tuple[object, str, str]]
 WAIT = 60.0
 
 
-@pytest.fixture(scope="module")
-def _migrated_template(postgres: Server, _migrated_template: str) -> Iterator[str]:
-    """Let each test begin with what `fill` makes."""
-    with filled_template(postgres, _migrated_template, fill_once) as name:
-        yield name
-
-
-@pytest.fixture(scope="module")
-def _migrated_file(tmp_path_factory: pytest.TempPathFactory, _migrated_file: Path) -> Path:
-    return filled_file(tmp_path_factory.mktemp("filled") / "captures.db", _migrated_file, fill_once)
-
-
-def fill_once(url: str) -> None:
-    asyncio.run(fill(url))
+pytestmark = pytest.mark.filled(by=lambda url: asyncio.run(fill(url)))
 
 
 @pytest.fixture

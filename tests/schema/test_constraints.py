@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -24,9 +22,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from tests.support import databases
-from tests.support.filled import filled_file, filled_template
-from tests.support.postgres import Server
 from tokencustody.database.url import parse_url
 from tokencustody.errors import CorruptEntryError
 from tokencustody.schema import tables
@@ -242,30 +237,8 @@ REQUIRED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def _filled_template(postgres: Server, _migrated_template: str) -> Iterator[str]:
-    with filled_template(postgres, _migrated_template, fill) as name:
-        yield name
-
-
-@pytest.fixture(scope="module")
-def _filled_file(tmp_path_factory: pytest.TempPathFactory, _migrated_file: Path) -> Path:
-    return filled_file(tmp_path_factory.mktemp("filled") / "captures.db", _migrated_file, fill)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def filled_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database that holds the valid row of each table, once of each kind."""
-    if request.param == "sqlite":
-        yield f"sqlite:///{shutil.copy(request.getfixturevalue('_filled_file'), tmp_path / 'captures.db')}"
-        return
-    template = request.getfixturevalue("_filled_template")
-    with databases.fresh(request.getfixturevalue("postgres"), template) as url:
-        yield url
-
-
-def fill(url: str) -> None:
-    asyncio.run(insert_rows(url, *STORED))
+# The valid row of each table.
+FILLED = pytest.mark.filled(by=lambda url: asyncio.run(insert_rows(url, *STORED)))
 
 
 async def insert_rows(url: str, *rows: tuple[str, dict[str, Any]]) -> None:
@@ -334,25 +307,27 @@ def test_every_constraint_has_a_row_that_violates_it() -> None:
     assert VALID.keys() == tables.metadata.tables.keys()
 
 
+@FILLED
 @pytest.mark.parametrize(
     ("table", "constraint", "change"),
     VIOLATIONS,
     ids=[f"{constraint}-{'-'.join(change)}" for _, constraint, change in VIOLATIONS],
 )
 async def test_the_named_constraint_refuses_the_row(
-    filled_url: str, table: str, constraint: str, change: dict[str, Any]
+    store_url: str, table: str, constraint: str, change: dict[str, Any]
 ) -> None:
     with pytest.raises(IntegrityError) as refused, raised_by_driver():
-        await insert_rows(filled_url, (table, VALID[table] | change))
+        await insert_rows(store_url, (table, VALID[table] | change))
     said = refused_by(refused.value)
-    if filled_url.startswith("sqlite"):
+    if store_url.startswith("sqlite"):
         assert said == sqlite_wording(tables.metadata.tables[table], constraint)
     else:
         assert said.startswith(f"{constraint} ")
 
 
-async def test_a_call_that_shares_its_prompt_is_accepted(filled_url: str) -> None:
-    await insert_rows(filled_url, ("entries", VALID["entries"] | OTHER | SHARED))
+@FILLED
+async def test_a_call_that_shares_its_prompt_is_accepted(store_url: str) -> None:
+    await insert_rows(store_url, ("entries", VALID["entries"] | OTHER | SHARED))
 
 
 async def test_each_required_column_refuses_null(store_url: str) -> None:
@@ -366,10 +341,11 @@ async def test_each_required_column_refuses_null(store_url: str) -> None:
             assert said in (f"NOT NULL constraint failed: {table}.{column}", f"None {column}")
 
 
-async def test_a_fence_stays_while_records_belong_to_it(filled_url: str) -> None:
+@FILLED
+async def test_a_fence_stays_while_records_belong_to_it(store_url: str) -> None:
     def remove(connection: Connection) -> None:
         connection.execute(tables.fences.delete())
 
-    async with opened(filled_url) as database:
+    async with opened(store_url) as database:
         with pytest.raises(IntegrityError), raised_by_driver():
             await database.write(remove)

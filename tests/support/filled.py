@@ -22,38 +22,28 @@ def filled_template(server: Server, template: str | None, fill: Callable[[str], 
         databases.drop(server, name)
 
 
-def filled_file(file: Path, template: Path, fill: Callable[[str], object]) -> Path:
-    """Return `file`, a copy of the SQLite file `template` that `fill` was given the URL of."""
-    shutil.copy(template, file)
-    fill(f"sqlite:///{file}")
-    return file
-
-
 class Originals:
-    """Ready databases, each of them filled when a test first asks for a copy of it."""
+    """Databases that were each filled when a test first asked for one, by the function that filled them."""
 
-    def __init__(self, server: Server, template: str, file: Path, folder: Path) -> None:
-        self._server, self._template, self._file, self._folder = server, template, file, folder
-        self._filled: dict[tuple[str, str], str] = {}
+    def __init__(self) -> None:
+        self._templates: dict[Callable[[str], object], str] = {}
+        self._files: dict[Callable[[str], object], Path] = {}
         self._stack = ExitStack()
 
-    @contextmanager
-    def copy(self, dialect: str, name: str, fill: Callable[[str], object], to: Path) -> Iterator[str]:
-        """Yield the URL of a copy of the database `name`; `to` is the folder for that of a SQLite file."""
-        if (dialect, name) not in self._filled:
-            self._filled[dialect, name] = self._fill(dialect, fill)
-        original = self._filled[dialect, name]
-        if dialect == "sqlite":
-            yield f"sqlite:///{shutil.copy(original, to / 'captures.db')}"
-        else:
-            with databases.fresh(self._server, original) as url:
-                yield url
+    def template(self, server: Server, template: str, fill: Callable[[str], object]) -> str:
+        """Return the name of a copy of the PostgreSQL database `template` that was filled."""
+        if fill not in self._templates:
+            self._templates[fill] = self._stack.enter_context(filled_template(server, template, fill))
+        return self._templates[fill]
 
-    def _fill(self, dialect: str, fill: Callable[[str], object]) -> str:
-        if dialect == "sqlite":
-            return str(filled_file(self._folder / f"{len(self._filled)}.db", self._file, fill))
-        return self._stack.enter_context(filled_template(self._server, self._template, fill))
+    def file(self, folder: Path, template: Path, fill: Callable[[str], object]) -> Path:
+        """Return a copy of the SQLite file `template` that was filled; it lies in `folder`."""
+        if fill not in self._files:
+            file = Path(shutil.copy(template, folder / f"{len(self._files)}.db"))
+            fill(f"sqlite:///{file}")
+            self._files[fill] = file
+        return self._files[fill]
 
     def close(self) -> None:
-        """Drop them."""
+        """Drop those of the server."""
         self._stack.close()

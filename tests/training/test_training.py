@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import random
 import struct
@@ -29,10 +28,8 @@ from tests.export.exports import (
     run_sql,
 )
 from tests.support.entries import make_entry
-from tests.support.filled import Originals
 from tests.support.forests import Forests
 from tests.support.ledger import make_commit
-from tests.support.postgres import Server
 from tests.support.rollouts import linear_rollout
 from tests.support.staged import stage
 from tokencustody import TokenEntry, open_store
@@ -136,32 +133,12 @@ async def fill(url: str) -> list[str]:
     return ids
 
 
-@pytest.fixture(scope="module")
-def originals(
-    postgres: Server, _migrated_template: str, _migrated_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Originals]:
-    folder = tmp_path_factory.mktemp("originals")
-    with contextlib.closing(Originals(postgres, _migrated_template, _migrated_file, folder)) as made:
-        yield made
+# Those that `fill` returned.
+IDS: list[str] = []
 
 
-@pytest.fixture(scope="module")
-def ids() -> list[str]:
-    """The ids of the rollouts of `filled_url`, once it is there."""
-    return []
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def filled_url(
-    request: pytest.FixtureRequest, originals: Originals, ids: list[str], tmp_path: Path
-) -> Iterator[str]:
-    """A database that holds what `fill` stores, once of each kind."""
-
-    def fill_first(url: str) -> None:
-        ids[:] = asyncio.run(fill(url))
-
-    with originals.copy(request.param, "", fill_first, tmp_path) as url:
-        yield url
+def fill_once(url: str) -> None:
+    IDS[:] = asyncio.run(fill(url))
 
 
 async def read(url: str, ids: Any, **options: Any) -> list[TrainingRollout]:
@@ -175,14 +152,15 @@ PLAIN = ["rollout_id", "chain_index", "segment", "breaks", "source", "digest"]
 LISTS = ["call_ids", "weight_versions", "routed_experts"]
 
 
+@pytest.mark.filled(by=fill_once)
 @pytest.mark.parametrize("rules", RULES, ids=lambda rules: f"{rules.on_break}-{rules.siblings}")
 async def test_the_arrays_are_in_every_bit_the_rows_that_an_export_writes(
-    filled_url: str, ids: list[str], tmp_path: Path, rules: RowRules
+    store_url: str, tmp_path: Path, rules: RowRules
 ) -> None:
     options = ExportOptions(shared_calls=rules.shared_calls, on_break=rules.on_break, siblings=rules.siblings)
-    await export(filled_url, tmp_path / "out", options, mark=False)
-    rollouts = await read(filled_url, ids, rules=rules)
-    assert [rollout.rollout_id for rollout in rollouts] == ids
+    await export(store_url, tmp_path / "out", options, mark=False)
+    rollouts = await read(store_url, IDS, rules=rules)
+    assert [rollout.rollout_id for rollout in rollouts] == IDS
     rollouts.sort(key=lambda rollout: rollout.rollout_id)
 
     rows = [row for rollout in rollouts for row in rollout.rows]
