@@ -253,7 +253,8 @@ def _resolve_prefix(
     inline = admission.required_prefix_token_ids
     try:
         prefix = inline if prefix_token_ids is None else ids_of(prefix_token_ids, "prefix_token_ids")
-        uint64s(prefix, "prefix_token_ids")
+        if isinstance(prefix, list):  # of an array everything was asked
+            uint64s(prefix, "prefix_token_ids")
         is_inline = not inline or are_same(prefix, inline, "required_prefix_token_ids")
     except ValueError as exc:
         raise CaptureError(f"{_name(admission)}: {exc}") from None
