@@ -190,3 +190,16 @@ async def test_concurrent_rollouts_are_captured_apart(gym: GymStores) -> None:
         assert trajectories["mask_sample"] is False
         outputs.append(trajectories["rebuilt_response"]["output"])
     assert all(output == outputs[0] for output in outputs)
+
+
+async def test_a_record_of_gyms_may_leave_its_parents_sequence_to_the_store(gym: GymStores) -> None:
+    await serve_rollout("rollout-1", gym.sink, gym.lineage, delta_records=False)
+    entries = {entry.model_call_id: entry for entry in (await gym.source.freeze("rollout-1")).entries}
+    for entry in entries.values():
+        entry.rollout_id = "rollout-2"
+    await gym.sink.put(entries["call-0"])
+    for parent, call in (("call-0", "call-1"), ("call-1", "call-2")):
+        suffix = entries[call].prompt_token_ids[entries[parent].cum_len :]
+        rest = entries[call].model_copy(update={"prompt_token_ids": [], "digest": None, "cum_len": None})
+        await gym.sink.put(rest, prompt_suffix=suffix)
+    assert {entry.model_call_id: entry for entry in (await gym.source.freeze("rollout-2")).entries} == entries

@@ -32,10 +32,13 @@ class PackedIds:
         """Return the ids."""
         return decoded(TYPECODES[self.width], self.data, 0, len(self))
 
+    def column(self) -> array[int]:
+        """Return the ids as a column of this machine."""
+        return _swapped_on_big_endian(array(TYPECODES[self.width], self.data))
+
     def at_width(self, width: int) -> array[int]:
         """Return the ids as the payload holds them at a width of at least their own."""
-        column = array(TYPECODES[self.width], self.data)
-        return _swapped_on_big_endian(widened(_swapped_on_big_endian(column), width))
+        return _swapped_on_big_endian(widened(self.column(), width))
 
 
 def pack_ids(ids: list[int], width: int) -> array[int]:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -33,6 +33,9 @@ from tokencustody.codec.calls import construct, first_problem
 from tokencustody.database.portal import BackgroundLoop
 from tokencustody.staging import records as staging_records
 from tokencustody.txn.ledger_rows import flat
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 try:
     from nemo_gym.token_id_capture import (
@@ -110,8 +113,8 @@ def _gym_errors() -> Iterator[None]:
 class SqlTokenSink(store.SqlTokenSink):
     """A Gym `TokenSink` with the optional `begin_call`, and with `refuse_call`."""
 
-    async def put(self, entry: TokenEntry) -> None:
-        """Store one call. Errors as for `tokencustody.store.SqlTokenSink.put`."""
+    async def put(self, entry: TokenEntry, *, prompt_suffix: Sequence[int] | Buffer | None = None) -> None:
+        """Store one call, as `tokencustody.store.SqlTokenSink.put` does."""
         if not isinstance(entry, TokenEntry):
             raise errors.InvalidRecordError(
                 f"entry must be nemo_gym's TokenEntry, not {type(entry).__name__}"
@@ -119,7 +122,7 @@ class SqlTokenSink(store.SqlTokenSink):
         # Nothing is checked here: the store validates what it is given.
         own = construct(records.TokenEntry, dict(entry))
         with _gym_errors():
-            await super().put(own)
+            await super().put(own, prompt_suffix=prompt_suffix)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         with _gym_errors():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, insert, select, update
 
@@ -24,6 +26,7 @@ from tokencustody.spill.marks import Mark
 from tokencustody.states import VersionEvent
 from tokencustody.store.base import SqlStore, now
 from tokencustody.store.writing import write_call
+from tokencustody.txn.continuing import ParentReplacedError, checked_suffix, continued
 from tokencustody.txn.fence import (
     RolloutKey,
     Stamp,
@@ -37,6 +40,9 @@ from tokencustody.txn.putting import Put, new_call, read_base, read_base_on
 from tokencustody.txn.reading import call_txn, chain_txn
 from tokencustody.txn.sequences import KnownSequence, KnownSequences
 from tokencustody.txn.settling import Intent, new_intent
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 LOGGER = logging.getLogger(__name__)
 
@@ -54,36 +60,65 @@ class SqlTokenSink(SqlStore):
     Every method returns once its row is durable, and raises StoreUnavailableError when the deadline passes first.
     """
 
-    async def put(self, entry: TokenEntry) -> None:
+    async def put(self, entry: TokenEntry, *, prompt_suffix: Sequence[int] | Buffer | None = None) -> None:
         """Store one call.
 
         The same call id with the same bytes is a no-op. With other bytes the first payload stays, the rollout is
         incomplete and PayloadConflictError (a ValueError) is raised. Raises InvalidRecordError for a malformed
         entry and EntryTooLargeError for one above `max_entry_bytes`, TokenCaptureFrozenError or
         TokenCaptureRetiredError after the fence.
+
+        With `prompt_suffix`, the ids of the prompt after the parent's whole sequence, the record is the one that it
+        would be with its whole prompt: the store puts the two together, and fills `digest` and `cum_len` where they are
+        None. `prompt_token_ids` is then empty and `parent_call_id` a resolved parent, in a record that is no delta.
+        Raises LineageError, with nothing stored, where the parent is not there, conflicts or has no tokens, and where a
+        `digest` or `cum_len` that was given is not that of the sequence.
         """
         entry = validated(entry)
         key = RolloutKey(self.run, check_rollout_id(entry.rollout_id))
         check_call_id(entry.model_call_id)
-        packed = pack_entry(entry)
-        self._check_size(len(packed.payload), key.rollout_id, entry.model_call_id)
+        if prompt_suffix is not None:
+            suffix = checked_suffix(entry, prompt_suffix)
         self._replay_once()
         with self._database.doors() as doors:
             sequences = doors.kept(KnownSequences)
-            base = await _base(doors, sequences, key, entry, packed)
-            new = new_call(key, entry, packed, Stamp.make(now(), self.written_by), base)
-            leans_on_delta = base is not None and base.is_delta
-            size = len(new.row["payload"])
-            differing = await write_call(
-                doors, Put(new, entry, packed, base), size=size, alone=leans_on_delta
+            if prompt_suffix is None:
+                await self._put(doors, sequences, key, entry)
+                return
+            known = sequences.find(key, entry.parent_call_id or "")
+            if known is not None:
+                try:
+                    await self._put(doors, sequences, key, continued(entry, known, suffix), on=known)
+                    return
+                except ParentReplacedError:
+                    pass  # by another process, so that it is read
+            read = await _read_base(doors, sequences, key, entry.parent_call_id or "")
+            await self._put(doors, sequences, key, continued(entry, read, suffix), on=read)
+
+    async def _put(
+        self,
+        doors: Doors,
+        sequences: KnownSequences,
+        key: RolloutKey,
+        entry: TokenEntry,
+        on: KnownSequence | None = None,
+    ) -> None:
+        """Store a checked call, only where its parent has the sequence `on` if one is given."""
+        packed = pack_entry(entry)
+        self._check_size(len(packed.payload), key.rollout_id, entry.model_call_id)
+        base = on or await _base(doors, sequences, key, entry, packed)
+        new = new_call(key, entry, packed, Stamp.make(now(), self.written_by), base)
+        leans_on_delta = base is not None and base.is_delta
+        size = len(new.row["payload"])
+        put = Put(new, entry, packed, base, only_on_base=on is not None)
+        differing = await write_call(doors, put, size=size, alone=leans_on_delta)
+        if differing:
+            raise PayloadConflictError(
+                f"model call {entry.model_call_id} of rollout {key.rollout_id} was stored before with other bytes "
+                f"(differing: {', '.join(differing)}); the first payload stays and the rollout is incomplete"
             )
-            if differing:
-                raise PayloadConflictError(
-                    f"model call {entry.model_call_id} of rollout {key.rollout_id} was stored before with other bytes "
-                    f"(differing: {', '.join(differing)}); the first payload stays and the rollout is incomplete"
-                )
-            if not packed.is_delta:
-                sequences.keep(key, entry.model_call_id, KnownSequence(packed.sha256, packed.sequence()))
+        if not packed.is_delta:
+            sequences.keep(key, entry.model_call_id, KnownSequence(packed.sha256, packed.sequence()))
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Announce a call before it is dispatched. A repeat is a no-op.

@@ -21,6 +21,7 @@ from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.records import TokenEntry
 from tokencustody.schema.tables import entries
 from tokencustody.states import FailureKind, VersionEvent
+from tokencustody.txn.continuing import ParentReplacedError, no_parent
 from tokencustody.txn.fence import Fence, RolloutKey, Stamp, fail_txn, of_call
 from tokencustody.txn.kinds import ENTRIES, Kind, NewCall
 from tokencustody.txn.reading import IS_CONFLICTING, chain_txn
@@ -47,12 +48,16 @@ def new_call(
 
 @dataclass(frozen=True)
 class Put(Call):
-    """A complete record on its way: the call from which `new_call` made its row, and the base that this leans on."""
+    """A complete record on its way: the call from which `new_call` made its row, and the base that this leans on.
+
+    With `only_on_base` the beginning of its prompt was taken from there, and proves nothing of another parent.
+    """
 
     kind: ClassVar[Kind] = ENTRIES
     entry: TokenEntry
     packed: PackedEntry
     base: KnownSequence | None
+    only_on_base: bool = False
 
     def row_txn(self, connection: Connection) -> dict[str, Any]:
         # Now no parent can be replaced any more.
@@ -66,6 +71,8 @@ class Put(Call):
         found = read_base(key, chain_txn(connection, key, parent), parent)
         if found is not None and not self.packed.begins_with(found.ids):
             found = None
+        if found is None and self.only_on_base:
+            raise ParentReplacedError(no_parent(self.entry))
         return new_call(key, self.entry, self.packed, self.new.stamp, found).row
 
     def differing_txn(self, connection: Connection) -> list[str]:
