@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support import databases
+from tests.support import compiled, databases
 from tests.support.filled import Originals
 from tests.support.postgres import NoPostgresError, Server, postgres_server
 from tokencustody.database import postgresql, registry
@@ -38,6 +38,8 @@ from tokencustody.terminal import waiting
 
 settings.register_profile("tokencustody", deadline=None, derandomize=True, max_examples=100, print_blob=True)
 settings.load_profile("tokencustody")
+
+compiled.share()
 
 _SERVER = pytest.StashKey[Server]()
 # Those of the workers of this run.
