@@ -41,22 +41,27 @@ def found(connection: Connection) -> set[str]:
     return lines
 
 
-def make_anew(connection: Connection, shown: str) -> list[str]:
-    """Make what is missing, was altered or was worded by another release, and return its lines.
+def due(connection: Connection) -> set[str]:
+    """Return the lines of what is missing, was altered or was worded by another release."""
+    lines = declared(connection.dialect) - found(connection)
+    if connection.dialect.name == "postgresql":
+        lines |= {f"view {view.name}" for view in _views(connection) if view.elsewhere}
+    return lines
+
+
+def make_anew(connection: Connection, lines: set[str], shown: str) -> list[str]:
+    """Make what `due` returned, and return its lines.
 
     Privileges stay. On PostgreSQL only the owner of the tables can; of anybody else nothing is asked. Raises
     SchemaMismatchError for a view whose columns are others, which could take what was built on it along.
     """
-    dialect = connection.dialect
-    lines = declared(dialect) - found(connection)
-    if dialect.name == "sqlite":
+    if connection.dialect.name == "sqlite":
         views = views_0005.views("sqlite")
         for name in (name for name in views if f"view {name}" in lines):
             connection.execute(text(f"DROP VIEW IF EXISTS {name}"))
             connection.exec_driver_sql(views[name])
         return sorted(lines)
-    lines |= {f"view {view.name}" for view in _views(connection) if view.elsewhere}
-    if not lines or not connection.scalar(text(_IS_OWNER)):
+    if not connection.scalar(text(_IS_OWNER)):
         return []
     _make_views(connection, lines, shown)
     _make_functions(connection, lines, shown)
@@ -65,26 +70,26 @@ def make_anew(connection: Connection, shown: str) -> list[str]:
 
 def _make_views(connection: Connection, lines: set[str], shown: str) -> None:
     views = views_0005.views("postgresql")
-    due = [name for name in views if f"view {name}" in lines]
-    for name in due:
+    wanted = [name for name in views if f"view {name}" in lines]
+    for name in wanted:
         try:
             connection.exec_driver_sql(views[name].replace("CREATE VIEW", "CREATE OR REPLACE VIEW", 1))
         except DBAPIError as exc:
             raise _other(exc, "view", name, shown) from exc
-    if due:
-        connection.exec_driver_sql(wording_0005.settle(due))
+    if wanted:
+        connection.exec_driver_sql(wording_0005.settle(wanted))
 
 
 def _make_functions(connection: Connection, lines: set[str], shown: str) -> None:
-    due = [name for name in functions_0004.functions() if f"function {name}" in lines]
+    wanted = [name for name in functions_0004.functions() if f"function {name}" in lines]
     for name, statement in zip(functions_0004.functions(), functions_0004.creations(), strict=True):
-        if name not in due:
+        if name not in wanted:
             continue
         try:
             connection.exec_driver_sql(statement.replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION", 1))
         except DBAPIError as exc:
             raise _other(exc, "function", name, shown) from exc
-    if due:
+    if wanted:
         connection.exec_driver_sql(functions_0004.PIN_SEARCH_PATH)
 
 
