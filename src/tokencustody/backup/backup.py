@@ -16,8 +16,8 @@ from sqlalchemy import NullPool
 
 from tokencustody.database.faults import unavailable
 from tokencustody.database.folders import sync_folder
-from tokencustody.database.sqlite import file_engine, refuse_no_file
-from tokencustody.database.sqlite_files import logs_of, owner_of_log
+from tokencustody.database.sqlite import file_engine
+from tokencustody.database.sqlite_files import logs_of, owner_of_log, refuse_no_file
 from tokencustody.database.url import DatabaseUrl, parse_url
 from tokencustody.errors import BackupError, SchemaMismatchError, StoreUnavailableError
 from tokencustody.waits import waiting

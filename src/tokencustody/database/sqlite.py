@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -31,13 +30,15 @@ from tokencustody.database.sqlite_files import (
     archive_stamp,
     has_journal,
     opened_file,
-    owner_of_log,
 )
 from tokencustody.database.url import DatabaseUrl
 from tokencustody.errors import DurabilityError, StoreUnavailableError
 
 # Longer waits are retried, so that a cancelled write leaves within this many seconds.
 LONGEST_BUSY_WAIT = 1.0
+# SQLite itself asks for a lock ever more rarely, up to a tenth of a second: whoever waited longest would go last. So a
+# writer asks, this often, in seconds.
+_TURN = 0.001
 # A log that a long read, or many that overlap, let grow beyond this many bytes is made small again.
 LARGEST_LOG = 16 * 2**20
 # How often that is tried, in seconds, and for how many milliseconds it may hold up writers each time.
@@ -60,8 +61,8 @@ class SqliteEngines(Engines):
         readers = _engine(
             key.url, patience, begin="BEGIN", read_only=key.read_only, pool_size=key.pool_size, **options
         )
-        self._writer = _Threads(writer, 1, self._opened, patience)
-        self._readers = _Threads(readers, key.pool_size, self._opened, patience)
+        self._writer = _Threads(writer, 1, self._opened)
+        self._readers = _Threads(readers, key.pool_size, self._opened)
 
     @property
     def file(self) -> File | None:
@@ -104,9 +105,8 @@ class _Threads:
     A fork waits for the transactions that are running.
     """
 
-    def __init__(self, engine: Engine, size: int, opened: OpenedFile, patience: float) -> None:
+    def __init__(self, engine: Engine, size: int, opened: OpenedFile) -> None:
         self._engine = engine
-        self._patience = patience
         self._opened = opened
         self._executor = ThreadPoolExecutor(size, thread_name_prefix="tokencustody")
         self._size = size
@@ -181,7 +181,7 @@ class _Threads:
                 driver: Any = connection.connection.dbapi_connection
                 driver.execute(f"PRAGMA busy_timeout = {_SHRINKING_PATIENCE}").close()
                 driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
-                driver.execute(f"PRAGMA busy_timeout = {round(self._patience * 1000)}").close()
+                driver.execute("PRAGMA busy_timeout = 0").close()
             except BaseException:
                 connection.close()
                 raise
@@ -316,50 +316,24 @@ def file_engine(
     # The driver's own BEGIN is deferred, so a write transaction could fail after its first read.
     @event.listens_for(engine, "begin")
     def begin_transaction(connection: Any) -> None:
-        connection.connection.dbapi_connection.execute(begin).close()
+        _begin(connection.connection.dbapi_connection, begin, timeout)
 
     return engine
 
 
-def refuse_no_file(url: DatabaseUrl) -> None:
-    """Raise StoreUnavailableError for what is no file, or the log of another one, or where only a log is left, which
-    SQLite would delete.
-
-    Nothing is raised for a file that does not exist at all.
-    """
-    file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
-    try:
-        is_other = file.exists() and not file.is_file()
-        owner = owner_of_log(file)
-    except OSError:
-        return
-    if is_other:
-        kind = "a folder: name a file in it" if file.is_dir() else "not a regular file"
-        raise StoreUnavailableError(f"{url.display} is {kind}")
-    if owner is not None:
-        raise StoreUnavailableError(f"{url.display} has the name of the log of {owner}: name another file")
-    try:
-        is_lost = log.stat().st_size > 0 and not (file.exists() and file.stat().st_size)
-    except OSError:
-        return
-    if is_lost:
-        raise StoreUnavailableError(
-            f"{url.display} is missing or empty, but its log {log.name} is there, and may hold calls: put the file "
-            "back beside its log, or move the log away to begin anew"
-        )
-
-
-def create_file(url: DatabaseUrl) -> None:
-    """Create the empty file, which nobody else may read, unless it exists. SQLite gives its log the same mode."""
-    try:
-        # Exclusively, for to close a file that is in use would let go of every lock that this process has on it.
-        created = os.open(url.dsn, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    except OSError:
-        return  # it exists, or SQLite says what is wrong with the place
-    try:
-        os.fchmod(created, 0o600)  # whatever the umask took away
-    finally:
-        os.close(created)
+def _begin(driver: Any, begin: str, patience: float) -> None:
+    """Begin a transaction, as soon as another process lets go of the lock that it takes."""
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            driver.execute(begin).close()
+            return
+        except sqlite3.OperationalError as exc:
+            # Of its extended codes too.
+            is_busy = exc.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not is_busy or time.monotonic() >= give_up:
+                raise
+        time.sleep(_TURN)
 
 
 def _engine(url: DatabaseUrl, patience: float, *, begin: str, **options: Any) -> Engine:
@@ -378,6 +352,8 @@ def _engine(url: DatabaseUrl, patience: float, *, begin: str, **options: Any) ->
                         "local file system"
                     )
                 connection.execute(f"PRAGMA journal_size_limit = {LARGEST_LOG}").close()
+                # From now on, see _TURN; what comes before it meets locks that are held for a moment.
+                connection.execute("PRAGMA busy_timeout = 0").close()
             else:
                 connection.execute("PRAGMA query_only = ON").close()
         except BaseException:

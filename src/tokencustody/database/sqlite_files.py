@@ -243,3 +243,44 @@ def is_of_database(file: Path) -> bool:
         return False
     with file.open("rb") as opened:
         return opened.read(16) == b"SQLite format 3\0"
+
+
+def refuse_no_file(url: DatabaseUrl) -> None:
+    """Raise StoreUnavailableError for what is no file, or the log of another one, or where only a log is left, which
+    SQLite would delete.
+
+    Nothing is raised for a file that does not exist at all.
+    """
+    file, log = Path(url.dsn), Path(f"{url.dsn}-wal")
+    try:
+        is_other = file.exists() and not file.is_file()
+        owner = owner_of_log(file)
+    except OSError:
+        return
+    if is_other:
+        kind = "a folder: name a file in it" if file.is_dir() else "not a regular file"
+        raise StoreUnavailableError(f"{url.display} is {kind}")
+    if owner is not None:
+        raise StoreUnavailableError(f"{url.display} has the name of the log of {owner}: name another file")
+    try:
+        is_lost = log.stat().st_size > 0 and not (file.exists() and file.stat().st_size)
+    except OSError:
+        return
+    if is_lost:
+        raise StoreUnavailableError(
+            f"{url.display} is missing or empty, but its log {log.name} is there, and may hold calls: put the file "
+            "back beside its log, or move the log away to begin anew"
+        )
+
+
+def create_file(url: DatabaseUrl) -> None:
+    """Create the empty file, which nobody else may read, unless it exists. SQLite gives its log the same mode."""
+    try:
+        # Exclusively, for to close a file that is in use would let go of every lock that this process has on it.
+        created = os.open(url.dsn, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except OSError:
+        return  # it exists, or SQLite says what is wrong with the place
+    try:
+        os.fchmod(created, 0o600)  # whatever the umask took away
+    finally:
+        os.close(created)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from sqlalchemy import Connection, func, select, text
 from sqlalchemy.pool import NullPool
 
-from tokencustody.database import engine, sqlite
+from tokencustody.database import engine, sqlite, sqlite_files
 from tokencustody.database.faults import classify, damage, unavailable
 from tokencustody.database.remedies import missing
 from tokencustody.database.url import DatabaseUrl, parse_url
@@ -269,9 +269,9 @@ def _on_sqlite(
     read_only: bool = False,
 ) -> Result:
     with _turn:
-        sqlite.refuse_no_file(url)
+        sqlite_files.refuse_no_file(url)
         if writes:
-            sqlite.create_file(url)
+            sqlite_files.create_file(url)
         # Not the store's engine: that one sets the journal mode, and may find itself in someone else's file.
         begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
         database = sqlite.file_engine(url, timeout, begin=begin, read_only=read_only, poolclass=NullPool)
@@ -333,7 +333,7 @@ def _parsed(url: Url) -> DatabaseUrl:
 def _is_missing(url: DatabaseUrl) -> bool:
     if not url.is_sqlite:
         return False
-    sqlite.refuse_no_file(url)
+    sqlite_files.refuse_no_file(url)
     try:
         return not Path(url.dsn).exists()
     except OSError as exc:
