@@ -1,4 +1,4 @@
-"""Measures the stores beside NeMo Gym's file store and the bare drivers, in one run, on one disk.
+"""Measures the stores beside NeMo Gym's file store, what people write instead and the bare drivers, on one disk.
 
 Within a round the stores take turns, and each round begins with another one. A ratio is that of neighbours within a
 round; what is printed is the median of the rounds, with the least and the greatest.
@@ -27,6 +27,7 @@ from benchmarks.memory import Memory
 from benchmarks.processes import Processes
 from benchmarks.profiling import Profile
 from benchmarks.put import Put
+from benchmarks.queueing import TransferQueue
 from benchmarks.report import as_json, print_report
 from benchmarks.results import Results, in_turn
 from benchmarks.rollout import Rollout
@@ -56,8 +57,10 @@ def workloads(*, quick: bool) -> list[Workload]:
             prompt=32_000,
             generated=2_000,
         ),
-        *(Rollout(calls=calls, rounds=few) for calls in (10, 50, 100, 200)),
-        Processes(rollouts=32 if quick else 1_000, rounds=1 if quick else 3),
+        *(Rollout(calls=calls, rounds=few) for calls in (10, 50, 100)),
+        Rollout(calls=200, rounds=1 if quick else 5),
+        Rollout(calls=200, rounds=1 if quick else 5, arrays=True),
+        Processes(rollouts=32 if quick else 400, rounds=1 if quick else 5),
         Staging(rollouts=32 if quick else 96, rounds=rounds),
         Ledger(rounds=few),
         Growth(held=50_000 if quick else 1_000_000, rollouts=32 if quick else 64, rounds=rounds),
@@ -69,6 +72,7 @@ def workloads(*, quick: bool) -> list[Workload]:
         ),
         Memory(calls=50 if quick else 200),
         Profile(rollouts=64),
+        TransferQueue(rollouts={1: 8, 16: 16, 64: 64} if quick else {1: 50, 16: 64, 64: 128}, rounds=rounds),
     ]
 
 

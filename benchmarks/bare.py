@@ -111,15 +111,18 @@ async def _with_asyncpg(rows: Rows, url: str, batches: Batches) -> Stopwatch:
     async with asyncpg.create_pool(url, min_size=batches.connections, max_size=batches.connections) as pool:
         await pool.executemany(_insert(fences, "$"), rows.fences)
         connections = [await pool.acquire() for _ in range(batches.connections)]
-        for connection in connections:
-            await connection.execute("SET synchronous_commit = on")
-            for statement in (one, several):
-                await connection.prepare(statement)
-        settle()
-        with Stopwatch() as watch:
-            await asyncio.gather(*map(write, connections))
-        for connection in connections:
-            await pool.release(connection)
+        try:
+            for connection in connections:
+                await connection.execute("SET synchronous_commit = on")
+                for statement in (one, several):
+                    await connection.prepare(statement)
+            settle()
+            with Stopwatch() as watch:
+                await asyncio.gather(*map(write, connections))
+        finally:
+            # Else the pool waits for them, and says nothing of what failed.
+            for connection in connections:
+                await pool.release(connection)
     return watch
 
 

@@ -14,11 +14,19 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from benchmarks.queueing import TRANSFER_QUEUE
 from benchmarks.results import FIGURES, Figure, Results, Spread
-from benchmarks.stores import BARE, GYM, POSTGRESQL, SQLITE, STORES
+from benchmarks.stores import BARE, COMPARED, GYM, JSONL, PLAIN, POSTGRESQL, SQLITE
 
-_COLOURS = {GYM: "#888888", SQLITE: "#1f77b4", POSTGRESQL: "#d9642c"}
-_COLOURS |= {driver: _COLOURS[store] for store, driver in BARE.items()}
+_COLOURS = {
+    GYM: "#888888",
+    SQLITE: "#1f77b4",
+    POSTGRESQL: "#d9642c",
+    JSONL: "#2ca02c",
+    TRANSFER_QUEUE: "#9467bd",
+}
+_COLOURS |= {other: _COLOURS[store] for others in (BARE, PLAIN) for store, other in others.items()}
+_STYLES = dict.fromkeys(BARE.values(), ":") | dict.fromkeys(PLAIN.values(), "--")
 
 
 def draw(folder: Path, results: Results, subtitle: str) -> list[Path]:
@@ -49,7 +57,7 @@ Line = tuple[Sequence[float], Sequence[Spread]]
 def _lines_over(results: Results, prefix: str, key: str) -> dict[str, Line]:
     """Return the line of each store over the number that ends the names of the workloads with this prefix."""
     lines: dict[str, Line] = {}
-    for store in (*STORES, *BARE.values()):
+    for store in (*COMPARED, *BARE.values(), TRANSFER_QUEUE):
         points = {
             int(number): Spread.of(results.figures[figure])
             for workload in results.workloads()
@@ -64,7 +72,7 @@ def _lines_over(results: Results, prefix: str, key: str) -> dict[str, Line]:
 def _curves(results: Results, key: str) -> dict[str, Line]:
     """Return the line of each store over the calls of its longest rollout."""
     lines: dict[str, Line] = {}
-    for store in STORES:
+    for store in COMPARED:
         curves = [
             rounds
             for figure, rounds in results.curves.items()
@@ -101,7 +109,9 @@ def _picture(path: Path, axis: str, panels: list[tuple[str, str, dict[str, Line]
         for axes in all_axes
         for handle, store in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    all_axes[0].legend(handles.values(), handles.keys(), frameon=False, fontsize=8)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8
+    )
     figure.suptitle(subtitle, fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -127,7 +137,7 @@ def _draw_line(axes: Any, store: str, positions: Sequence[float], spreads: Seque
         positions,
         middles,
         marker="o" if few else None,
-        linestyle=":" if store in BARE.values() else "-",
+        linestyle=_STYLES.get(store, "-"),
         color=_COLOURS[store],
         label=f"{store} alone" if store in BARE.values() else store,
     )

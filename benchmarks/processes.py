@@ -10,9 +10,11 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
+from benchmarks.bare import Batches, write_like_ours
 from benchmarks.calls import CALLS, independent_rollouts, rollout_name
+from benchmarks.put import add_floor
 from benchmarks.results import percentile
-from benchmarks.stores import GYM, STORES, native, opened
+from benchmarks.stores import COMPARED, DATABASES, native, opened
 from benchmarks.timing import settle, write_all
 from benchmarks.workload import Bench, Workload
 
@@ -37,17 +39,22 @@ class Processes(Workload):
     """`rollouts` rollouts of ten calls of 2,000 and 500 tokens, from four processes of sixteen tasks each."""
 
     name = "processes"
-    stores = STORES
+    stores = COMPARED
 
     def __init__(self, *, rollouts: int, rounds: int) -> None:
         self.rounds = rounds
         self._rollouts = rollouts
 
     def measure(self, bench: Bench, store: str, turn: int) -> None:
-        calls = CALLS * self._rollouts
         with bench.arena.fresh(store) as place:
             settle()
             written = self._write(store, place, dict(bench.arena.options))
+            self._add(bench, store, written)
+            if store in DATABASES:
+                self._add_bare(bench, store, place, sum(each.commits for each in written))
+
+    def _add(self, bench: Bench, store: str, written: list[Written]) -> None:
+        calls = CALLS * self._rollouts
         seconds = max(each.ended for each in written) - min(each.began for each in written)
         milliseconds = [time for each in written for time in each.milliseconds]
         bench.results.add(
@@ -58,13 +65,20 @@ class Processes(Workload):
             put_p99=percentile(milliseconds, 0.99),
             client_cpu=1000 * sum(each.cpu_seconds for each in written) / calls,
         )
-        if store != GYM:
+        if store in DATABASES:
             bench.results.add(
                 self.name,
                 store,
                 rows_per_commit=calls / sum(each.commits for each in written),
                 retries=100 * sum(each.retries for each in written) / calls,
             )
+
+    def _add_bare(self, bench: Bench, store: str, place: str, commits: int) -> None:
+        calls = CALLS * self._rollouts
+        batches = Batches.like(calls, commits, PROCESSES * _WRITERS)
+        with bench.arena.fresh(store) as bare:
+            watch = asyncio.run(write_like_ours(store, place, bare, batches))
+        add_floor(bench.results, self.name, store, calls, commits, watch)
 
     def _write(self, store: str, place: str, options: Mapping[str, Any]) -> list[Written]:
         spawn = multiprocessing.get_context("spawn")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import Figure, Results, Spread
+from benchmarks.results import FIGURES, Figure, Results, Spread, ratios
+from benchmarks.stores import BARE, COMPARED, GYM
 from benchmarks.targets import Target, Verdict
 
+_RATE = FIGURES["put_rate"]
 _STYLES = {"met": "green", "missed": "red", "not measured": "dim"}
 
 
@@ -32,6 +35,8 @@ def print_report(console: Console, verdicts: list[Verdict], results: Results) ->
             )
         console.print(table, highlight=False)
     console.print(figures_table(results), highlight=False)
+    if any(figure.name == _RATE for figure in results.figures):
+        console.print(puts_table(results), highlight=False)
     measured = [verdict for verdict in verdicts if verdict.spread is not None]
     if measured:
         console.print(targets_table(measured, results), highlight=False)
@@ -39,6 +44,41 @@ def print_report(console: Console, verdicts: list[Verdict], results: Results) ->
         console.print(note, highlight=False, soft_wrap=True)
     counts = {text: sum(verdict.text == text for verdict in verdicts) for text in _STYLES}
     console.print(", ".join(f"{count} {text}" for text, count in counts.items() if count), highlight=False)
+
+
+def puts_table(results: Results) -> Table:
+    """Return one row for the puts of each store: beside Gym's files, and beside the floor, where there is one.
+
+    The floor is the bare driver with the same rows in as many commits.
+    """
+    table = Table(title="puts: medians of the rounds", box=SIMPLE_HEAD, title_justify="left")
+    table.add_column("workload", no_wrap=True)
+    table.add_column("store", no_wrap=True)
+    for column in ("puts [1/s]", "p99 [ms]", "over Gym's", "floor [1/s]", "share of it"):
+        table.add_column(column, justify="right", no_wrap=True)
+    above = ""
+    for workload, store in [(each.workload, each.store) for each in results.figures if each.name == _RATE]:
+        if store in BARE.values():
+            continue
+
+        def of(store: str, key: str, workload: str = workload) -> list[float] | None:
+            return results.figures.get(Figure(workload, store, FIGURES[key]))
+
+        rates, gyms, p99 = of(store, "put_rate") or [], of(GYM, "put_rate"), of(store, "put_p99")
+        floor = of(BARE[store], "put_rate") if store in BARE else None
+        # What did not take turns with Gym's has no ratio within a round.
+        comparable = gyms is not None and store in COMPARED
+        table.add_row(
+            workload if workload != above else "",
+            store,
+            _number(median(rates)),
+            _number(median(p99)) if p99 else "",
+            f"{median(ratios(rates, gyms or [])):.2f}x" if comparable else "",
+            _number(median(floor)) if floor else "",
+            f"{100 * median(ratios(rates, floor)):.0f}%" if floor else "",
+        )
+        above = workload
+    return table
 
 
 def targets_table(verdicts: list[Verdict], results: Results) -> Table:

@@ -10,10 +10,12 @@ from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import nemo_gym.token_id_capture as gym
 
+from benchmarks.others import TABLE, JsonLines, PostgresqlTable, SqliteTable
 from tests.support import databases
 from tests.support.postgres import Server, fetch
 from tokencustody import TokenEntry, open_store
@@ -23,6 +25,11 @@ from tokencustody.schema import migrate, tables
 GYM, SQLITE, POSTGRESQL = "Gym files", "SQLite", "PostgreSQL"
 DATABASES = (SQLITE, POSTGRESQL)
 STORES = (GYM, *DATABASES)
+# What people write instead: see others.py.
+JSONL = "JSON lines"
+PLAIN = {SQLITE: "SQLite, plain table", POSTGRESQL: "PostgreSQL, plain table"}
+OTHERS = (JSONL, *PLAIN.values())
+COMPARED = (*STORES, *OTHERS)
 # The driver under each database, with nothing above it.
 BARE = {SQLITE: "sqlite3", POSTGRESQL: "asyncpg"}
 RUN = "bench"
@@ -42,15 +49,15 @@ class Counters:
 
 @dataclass(frozen=True)
 class Capture:
-    """An open store. `store` is ours as a whole; Gym's has none."""
+    """An open store. `store` is ours as a whole, which others have none of; `lineage` is ours and Gym's."""
 
     sink: Any
     source: Any
-    lineage: Any
+    lineage: Any = None
     store: Any = None
 
     def counters(self) -> Counters:
-        """Return what the store has counted; nothing for Gym's."""
+        """Return what the store has counted; nothing for one that is not ours."""
         if self.store is None:
             return Counters()
         stats = self.store.stats()
@@ -82,16 +89,31 @@ class Arena:
 
     @contextmanager
     def fresh(self, store: str) -> Iterator[str]:
-        """Yield a new place for a store: the URL of a database with its tables, or the path of an empty folder."""
-        if store == POSTGRESQL:
-            with databases.fresh(self.server, self._template) as url:
+        """Yield a new place for a store: the URL of a database with its tables, or the path of an empty folder.
+
+        The database of a plain table has no table yet."""
+        if store in (POSTGRESQL, PLAIN[POSTGRESQL]):
+            with databases.fresh(self.server, self._template if store == POSTGRESQL else None) as url:
                 yield url
             return
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
-            if store == GYM:
+            if store in (GYM, JSONL):
                 yield name
                 return
-            shutil.copy(self._template_file, Path(name) / "captures.db")
+            if store == SQLITE:
+                shutil.copy(self._template_file, Path(name) / "captures.db")
+            yield f"sqlite:///{name}/captures.db"
+
+    @contextmanager
+    def copied(self, store: str, place: str) -> Iterator[str]:
+        """Yield a copy of one of our databases, which no store may have open."""
+        if store == POSTGRESQL:
+            with databases.fresh(self.server, urlsplit(place).path.removeprefix("/")) as url:
+                yield url
+            return
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            bytes_on_disk(store, place)  # nothing is left in the log
+            shutil.copy(sqlite_path(place), Path(name) / "captures.db")
             yield f"sqlite:///{name}/captures.db"
 
 
@@ -109,8 +131,23 @@ async def opened(
             await capture.lineage.close()
             await files.close()
         return
+    if store in OTHERS:
+        other = await _other(store, place)
+        try:
+            yield await _warmed(store, Capture(other, other))
+        finally:
+            await other.close()
+        return
     async with open_store(place, run=run, **options) as ours:
         yield await _warmed(store, Capture(ours.sink, ours.source, ours.lineage, ours))
+
+
+async def _other(store: str, place: str) -> JsonLines | SqliteTable | PostgresqlTable:
+    if store == JSONL:
+        return JsonLines(place)
+    if store == PLAIN[SQLITE]:
+        return SqliteTable(place)
+    return await PostgresqlTable(place).create()
 
 
 async def _warmed(store: str, capture: Capture) -> Capture:
@@ -124,7 +161,8 @@ async def _warmed(store: str, capture: Capture) -> Capture:
         generation_log_probs=[],
     )
     await capture.sink.put(native(store, entry))
-    await capture.lineage.resolve(rollout_id, [{"role": "assistant", "content": "nothing"}])
+    if capture.lineage is not None:
+        await capture.lineage.resolve(rollout_id, [{"role": "assistant", "content": "nothing"}])
     await capture.source.freeze(rollout_id)
     return capture
 
@@ -141,15 +179,15 @@ def native(store: str, entry: TokenEntry) -> Any:
 def bytes_on_disk(store: str, place: str) -> int:
     """Return what a store's place takes on disk, what an empty one takes included. No store may be open.
 
-    Gym's: the sizes of its files. SQLite: the size of the file after a checkpoint. PostgreSQL: the total relation size
-    of the tables, indexes and out-of-line values.
+    Files: their sizes. SQLite: the size of the file after a checkpoint. PostgreSQL: the total relation size of the
+    tables, indexes and out-of-line values.
     """
-    if store == GYM:
+    if store in (GYM, JSONL):
         return sum(file.stat().st_size for file in Path(place).rglob("*") if file.is_file())
-    if store == POSTGRESQL:
-        names = ", ".join(f"'{name}'" for name in tables.metadata.tables)
+    if store in (POSTGRESQL, PLAIN[POSTGRESQL]):
+        names = ", ".join(f"'{name}'" for name in (*tables.metadata.tables, TABLE))
         sizes = f"SELECT sum(pg_total_relation_size(to_regclass(name))) FROM unnest(ARRAY[{names}]) AS name"
-        return int(fetch(place, sizes)[0][0])
+        return int(fetch(place, sizes)[0][0] or 0)
     path = sqlite_path(place)
     _on_sqlite(path, "PRAGMA wal_checkpoint(TRUNCATE)")  # nothing is left in the log
     return path.stat().st_size

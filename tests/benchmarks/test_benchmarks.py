@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+from array import array
 from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from rich.console import Console
@@ -11,11 +14,21 @@ from rich.console import Console
 from benchmarks.__main__ import main, workloads
 from benchmarks.bare import Batches
 from benchmarks.calls import growing_rollout, independent_rollouts, ledger_line, rollout_name, staged_rollout
-from benchmarks.report import as_json, figures_table, targets_table
+from benchmarks.others import JsonLines, PostgresqlTable, SqliteTable
+from benchmarks.put import add_floor
+from benchmarks.queueing import NOT_INSTALLED, TRANSFER_QUEUE, TransferQueue
+from benchmarks.report import as_json, figures_table, print_report, puts_table, targets_table
 from benchmarks.results import FIGURES, Figure, Results, Spread, in_turn, percentile, ratios, shares
+from benchmarks.rollout import in_arrays
 from benchmarks.stores import GYM, POSTGRESQL, SQLITE, STORES
 from benchmarks.targets import TARGETS, Target, judge
+from benchmarks.timing import Stopwatch
+from benchmarks.workload import Bench
 from tokencustody.lineage import RolloutLineage
+
+if TYPE_CHECKING:
+    from benchmarks.machine import ServerCpu
+    from benchmarks.stores import Arena
 
 RATE = FIGURES["put_rate"]
 
@@ -32,6 +45,12 @@ def measured(ours: list[float], gyms: list[float]) -> Results:
         results.add("put-1", SQLITE, put_rate=mine)
         results.add("put-1", GYM, put_rate=other)
     return results
+
+
+def took(seconds: float) -> Stopwatch:
+    watch = Stopwatch()
+    watch.seconds = seconds
+    return watch
 
 
 def everything() -> Results:
@@ -99,7 +118,7 @@ def test_a_target_is_judged_by_the_median_of_the_ratios_within_rounds(
 
 
 def test_a_share_of_calls_is_judged_as_it_is() -> None:
-    target = next(target for target in TARGETS if target.under is None)
+    target = next(target for target in TARGETS if target.under is None and target.unit == "%")
     for percent, verdict in ((0.99, "met"), (1.01, "missed")):
         results = Results()
         results.add(target.over.workload, target.over.store, retries=percent)
@@ -107,6 +126,17 @@ def test_a_share_of_calls_is_judged_as_it_is() -> None:
         assert judged.text == verdict
         assert judged.spread is not None
         assert target.describe(judged.spread.median) == f"{percent:.2f}%"
+
+
+def test_a_time_is_judged_as_it_is() -> None:
+    target = next(target for target in TARGETS if target.unit == " ms")
+    for milliseconds, verdict in ((59.9, "met"), (60.1, "missed")):
+        results = Results()
+        results.add(target.over.workload, target.over.store, put_p99=milliseconds)
+        judged = judge(target, results)
+        assert judged.text == verdict
+        assert judged.spread is not None
+        assert target.describe(judged.spread.median) == f"{milliseconds:.2f} ms"
 
 
 def test_a_target_whose_workload_was_left_out_has_no_verdict() -> None:
@@ -143,6 +173,19 @@ def test_the_table_has_every_target_with_its_parts_and_verdict() -> None:
         assert verdict.target.demand in text
         assert verdict.text in ("met", "missed")
     assert "puts [1/s]: SQLite 1.5 (1..2), Gym files 1.5 (1..2)" in text
+
+
+def test_each_put_stands_beside_gyms_files_and_its_floor() -> None:
+    results = measured([20], [16])
+    add_floor(results, "put-1", SQLITE, calls=240, commits=60, watch=took(6.0))
+    results.add("put-1", TRANSFER_QUEUE, put_rate=5)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(puts_table(results))
+    rows = [line.split() for line in console.export_text().splitlines()]
+    assert ["put-1", "SQLite", "20", "1.25x", "40", "50%"] in rows
+    assert ["Gym", "files", "16", "1.00x"] in rows
+    assert ["TransferQueue", "(in", "memory)", "5"] in rows
+    assert results.figures[Figure("put-1", SQLITE, FIGURES["floor_share"])] == [50]
 
 
 def test_the_json_has_the_value_of_each_round() -> None:
@@ -196,3 +239,39 @@ def test_a_database_is_never_its_own_reference() -> None:
             assert target.under is not None
             assert target.over.store in (SQLITE, POSTGRESQL)
             assert target.under.store == GYM
+
+
+async def test_what_people_write_instead_gives_back_what_it_was_given(
+    tmp_path: Path, unused_store_url: str
+) -> None:
+    calls = growing_rollout(3).entries
+    table = (
+        await PostgresqlTable(unused_store_url).create()
+        if unused_store_url.startswith("postgresql")
+        else SqliteTable(unused_store_url)
+    )
+    for store in (JsonLines(str(tmp_path)), table):
+        try:
+            for call in calls:
+                await store.put(call)
+            assert (await store.freeze(calls[0].rollout_id)).entries == calls
+        finally:
+            await store.close()
+
+
+def test_a_call_in_arrays_is_the_same_call() -> None:
+    [call] = growing_rollout(1).entries
+    given = in_arrays(call)
+    assert isinstance(given.prompt_token_ids, array)
+    assert given == call
+
+
+def test_the_report_says_how_to_install_what_could_not_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.queueing.is_installed", lambda: False)
+    results = Results()
+    workload = TransferQueue(rollouts={1: 1}, rounds=5)
+    workload.prepare(Bench(cast("Arena", None), results, cast("ServerCpu", None)))
+    assert workload.rounds == 0
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(console, [], results)
+    assert NOT_INSTALLED in console.export_text()
