@@ -40,6 +40,11 @@ class PackedIds:
         """Return the ids as the payload holds them at a width of at least their own."""
         return _swapped_on_big_endian(widened(self.column(), width))
 
+    def followed_by(self, more: PackedIds) -> PackedIds:
+        """Return these ids and then `more`, as wide as the wider of the two."""
+        width = max(self.width, more.width)
+        return PackedIds(width, resized(self.data, self.width, width) + resized(more.data, more.width, width))
+
 
 def pack_ids(ids: list[int], width: int) -> array[int]:
     """Return ids as the payload holds them at `width`; the array is right in its bytes, not in its values.

@@ -189,7 +189,7 @@ def lines(path: Path | None, longest: int | None = None) -> Iterator[Line]:
     if path is None:
         return
     longest = LONGEST_LINE if longest is None else longest
-    with _reading(path), path.open("rb") as file:
+    with _reading(path), path.open("rb", buffering=_PIECE) as file:
         number = offset = 0
         while piece := file.readline(min(longest, _PIECE)):
             number += 1

@@ -5,13 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, Select, Table, select
 
 from tokencustody.schema.tables import entries, failures, fences, intents, ledger_calls, ledger_failures
 from tokencustody.states import FailureKind, FenceState
 from tokencustody.txn.fence import Fence, RolloutKey, of_call, of_rollout
 
 _LEDGER_CALL = select(ledger_calls).where(of_call(ledger_calls))
+
+
+def _of_rollout(table: Table, *names: str) -> Select[Any]:
+    return select(*(table.c[name] for name in names)).where(of_rollout(table))
+
+
+_FENCE = _of_rollout(fences, "state", "version", "snapshot_id", "incomplete")
+_CALLS = _of_rollout(entries, "model_call_id", "payload_sha256")
+_ANNOUNCED = _of_rollout(intents, "model_call_id", "refused_at")
+_FAILED = _of_rollout(failures, "kind", "model_call_id", "second_payload_sha256")
+_RECORDED = _of_rollout(ledger_calls, "model_call_id", "payload_sha256")
+_REASONS = _of_rollout(ledger_failures, "model_call_id", "reason")
 
 
 @dataclass
@@ -34,24 +46,22 @@ class Held:
     def read_txn(cls, connection: Connection, key: RolloutKey) -> Held:
         """Return what is held now."""
 
-        def of(table: Any, *names: str) -> Any:
-            columns = [table.c[name] for name in names]
-            return connection.execute(select(*columns).where(of_rollout(table)), key.named()).all()
+        def found(statement: Select[Any]) -> Any:
+            return connection.execute(statement, key.named()).all()
 
-        fence = of(fences, "state", "version", "snapshot_id", "incomplete")
-        failed = of(failures, "kind", "model_call_id", "second_payload_sha256")
-        announced = of(intents, "model_call_id", "refused_at")
+        fence = connection.execute(_FENCE, key.named()).one_or_none()
+        failed, announced = found(_FAILED), found(_ANNOUNCED)
         reasons: dict[str, set[str]] = {}
-        for call, reason in of(ledger_failures, "model_call_id", "reason"):
+        for call, reason in found(_REASONS):
             reasons.setdefault(call, set()).add(reason)
         return cls(
-            fence=Fence(FenceState(fence[0][0]), *fence[0][1:]) if fence else None,
-            calls=dict(map(tuple, of(entries, "model_call_id", "payload_sha256"))),
+            fence=None if fence is None else Fence(FenceState(fence[0]), *fence[1:]),
+            calls=dict(map(tuple, found(_CALLS))),
             intents={call for call, _ in announced},
             refused={call for call, refused_at in announced if refused_at is not None},
             failed={call for _, call, _ in failed},
             conflicts={(call, second) for kind, call, second in failed if kind == FailureKind.CONFLICT},
-            ledger=dict(map(tuple, of(ledger_calls, "model_call_id", "payload_sha256"))),
+            ledger=dict(map(tuple, found(_RECORDED))),
             ledger_failures=reasons,
         )
 

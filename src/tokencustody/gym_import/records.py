@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from array import array
 from typing import Any
 
 from tokencustody.codec.calls import construct, validated
-from tokencustody.codec.id_columns import digest_of_ids
+from tokencustody.codec.exact_json import parse_json
+from tokencustody.codec.id_columns import big_endian, digest_of_big_endian
 from tokencustody.errors import InvalidRecordError
 from tokencustody.ids import check_call_id, is_call_id
 from tokencustody.records import TokenEntry
@@ -40,11 +41,11 @@ def read_entry(rollout_id: str, text: bytes | None) -> TokenEntry:
     return entry
 
 
-def digest_problem(entry: TokenEntry, sequence: list[int]) -> str:
-    """Return in what the record of a call contradicts its whole sequence, nothing when it does not."""
+def digest_problem(entry: TokenEntry, sequence: array[int]) -> str:
+    """Return in what the record of a call contradicts its whole sequence (64 bits each), nothing when it does not."""
     if entry.cum_len is not None and entry.cum_len != len(sequence):
         return f"cum_len is {entry.cum_len}, but the sequence has {len(sequence)} ids"
-    if entry.digest is not None and entry.digest != digest_of_ids(sequence):
+    if entry.digest is not None and entry.digest != digest_of_big_endian(big_endian(sequence)):
         return "the ids do not have the recorded digest"
     return ""
 
@@ -80,7 +81,7 @@ def _object(text: bytes | None) -> dict[str, Any]:
     if text is None:
         raise UnreadableLineError("the line is longer than any that a store accepts")
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except (ValueError, RecursionError) as exc:
         # Not what the parser says of it: that may quote the line.
         raise UnreadableLineError("the line is no JSON") from exc

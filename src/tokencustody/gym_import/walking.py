@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, insert
 
 from tokencustody.codec.calls import PackedEntry, differing_fields, pack_entry
-from tokencustody.codec.id_columns import PackedIds
+from tokencustody.codec.id_columns import wide_ids
 from tokencustody.errors import InvalidRecordError
 from tokencustody.gym_import.files import Line, RolloutFiles, State, lines, names, text_at
 from tokencustody.gym_import.findings import Findings
@@ -220,7 +220,7 @@ class Walk:
     ) -> None:
         """Check the digest of a record, and keep its sequence for those that continue it."""
         call, path = entry.model_call_id, self._files.tokens
-        before: list[int] = []
+        sequence = packed.sequence()
         if packed.is_delta:
             base = self._base(connection, entry)
             if base is None:
@@ -228,11 +228,11 @@ class Walk:
                     path, line, call, "the call is a delta on one that is not before it in the file"
                 )
                 return
-            before = base.ids.token_ids()
-        sequence = before + entry.prompt_token_ids + entry.generation_token_ids
-        ids = PackedIds.of(sequence) if packed.is_delta else packed.sequence()
-        self._sequences.keep(self._key, call, KnownSequence(packed.sha256, ids, is_delta=packed.is_delta))
-        if problem := digest_problem(entry, sequence):
+            sequence = base.ids.followed_by(sequence)
+        self._sequences.keep(
+            self._key, call, KnownSequence(packed.sha256, sequence, is_delta=packed.is_delta)
+        )
+        if problem := digest_problem(entry, wide_ids(sequence.data, sequence.width)):
             self._found.lose(path, line, call, problem)
         elif entry.digest is None and entry.parent_resolution is None:
             self._found.find(
