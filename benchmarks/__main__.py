@@ -38,7 +38,7 @@ from benchmarks.workload import Bench, Workload
 from tests.support.postgres import postgres_server
 
 # Left out of a quick run unless they are asked for.
-_NOT_QUICK = {"rollout-50", "rollout-100"}
+_NOT_QUICK = {"rollout-50", "rollout-100", "rollout-200-arrays"}
 
 
 def workloads(*, quick: bool) -> list[Workload]:
@@ -58,7 +58,7 @@ def workloads(*, quick: bool) -> list[Workload]:
             generated=2_000,
         ),
         *(Rollout(calls=calls, rounds=few) for calls in (10, 50, 100)),
-        Rollout(calls=200, rounds=1 if quick else 5),
+        Rollout(calls=200, rounds=1 if quick else 5, others=not quick),
         Rollout(calls=200, rounds=1 if quick else 5, arrays=True),
         Processes(rollouts=32 if quick else 400, rounds=1 if quick else 5),
         Staging(rollouts=32 if quick else 96, rounds=rounds),

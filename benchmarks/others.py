@@ -78,7 +78,10 @@ class SqliteTable:
     def __init__(self, url: str) -> None:
         self._engine = create_engine(url, connect_args={"timeout": 30})
         event.listen(self._engine, "connect", _make_durable)
-        _metadata.create_all(self._engine)
+
+    async def create(self) -> None:
+        """Create the table."""
+        await asyncio.to_thread(_metadata.create_all, self._engine)
 
     async def put(self, entry: TokenEntry) -> None:
         """Insert a call."""
@@ -107,12 +110,10 @@ class PostgresqlTable:
     def __init__(self, url: str) -> None:
         self._engine = create_async_engine(make_url(url).set(drivername="postgresql+asyncpg"))
 
-    async def create(self) -> PostgresqlTable:
-        """Create the table, if another process did not, and return this."""
+    async def create(self) -> None:
+        """Create the table."""
         async with self._engine.begin() as connection:
-            await connection.exec_driver_sql("SELECT pg_advisory_xact_lock(1)")
             await connection.run_sync(_metadata.create_all)
-        return self
 
     async def put(self, entry: TokenEntry) -> None:
         """Insert a call."""
@@ -127,6 +128,18 @@ class PostgresqlTable:
     async def close(self) -> None:
         """Close the connections."""
         await self._engine.dispose()
+
+
+def plain_table(url: str) -> SqliteTable | PostgresqlTable:
+    """Return the plain table of a database, which `create` makes once."""
+    return PostgresqlTable(url) if url.startswith("postgres") else SqliteTable(url)
+
+
+async def create_plain_table(url: str) -> None:
+    """Create the plain table of a database, and close it."""
+    table = plain_table(url)
+    await table.create()
+    await table.close()
 
 
 def _make_durable(connection: sqlite3.Connection, _record: object) -> None:

@@ -21,6 +21,7 @@ from benchmarks.stores import (
     DATABASES,
     GYM,
     RUN,
+    STORES,
     WARM_UP,
     bytes_on_disk,
     native,
@@ -48,12 +49,13 @@ class Reading:
 class Rollout(Workload):
     """One rollout of `calls` calls: how put, resolve, freeze and the bytes on disk go with its length.
 
-    With `arrays` each call is given with arrays in place of its lists, which only ours take.
+    With `arrays` each call is given with arrays in place of its lists, which only ours take. Without `others` what
+    people write instead is left out.
     """
 
-    def __init__(self, *, calls: int, rounds: int, arrays: bool = False) -> None:
+    def __init__(self, *, calls: int, rounds: int, arrays: bool = False, others: bool = True) -> None:
         self.name = f"rollout-{calls}-arrays" if arrays else f"rollout-{calls}"
-        self.stores = DATABASES if arrays else COMPARED
+        self.stores = DATABASES if arrays else COMPARED if others else STORES
         self.rounds = rounds
         self.calls = calls
         self._arrays = arrays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
 import tempfile
@@ -15,7 +16,7 @@ from uuid import uuid4
 
 import nemo_gym.token_id_capture as gym
 
-from benchmarks.others import TABLE, JsonLines, PostgresqlTable, SqliteTable
+from benchmarks.others import TABLE, JsonLines, create_plain_table, plain_table
 from tests.support import databases
 from tests.support.postgres import Server, fetch
 from tokencustody import TokenEntry, open_store
@@ -89,20 +90,23 @@ class Arena:
 
     @contextmanager
     def fresh(self, store: str) -> Iterator[str]:
-        """Yield a new place for a store: the URL of a database with its tables, or the path of an empty folder.
-
-        The database of a plain table has no table yet."""
+        """Yield a new place for a store: the URL of a database with its tables, or the path of an empty folder."""
         if store in (POSTGRESQL, PLAIN[POSTGRESQL]):
             with databases.fresh(self.server, self._template if store == POSTGRESQL else None) as url:
+                if store != POSTGRESQL:
+                    asyncio.run(create_plain_table(url))
                 yield url
             return
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             if store in (GYM, JSONL):
                 yield name
                 return
+            url = f"sqlite:///{name}/captures.db"
             if store == SQLITE:
-                shutil.copy(self._template_file, Path(name) / "captures.db")
-            yield f"sqlite:///{name}/captures.db"
+                shutil.copy(self._template_file, sqlite_path(url))
+            else:
+                asyncio.run(create_plain_table(url))
+            yield url
 
     @contextmanager
     def copied(self, store: str, place: str) -> Iterator[str]:
@@ -132,7 +136,7 @@ async def opened(
             await files.close()
         return
     if store in OTHERS:
-        other = await _other(store, place)
+        other = JsonLines(place) if store == JSONL else plain_table(place)
         try:
             yield await _warmed(store, Capture(other, other))
         finally:
@@ -140,14 +144,6 @@ async def opened(
         return
     async with open_store(place, run=run, **options) as ours:
         yield await _warmed(store, Capture(ours.sink, ours.source, ours.lineage, ours))
-
-
-async def _other(store: str, place: str) -> JsonLines | SqliteTable | PostgresqlTable:
-    if store == JSONL:
-        return JsonLines(place)
-    if store == PLAIN[SQLITE]:
-        return SqliteTable(place)
-    return await PostgresqlTable(place).create()
 
 
 async def _warmed(store: str, capture: Capture) -> Capture:

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.__main__ import main, workloads
 from benchmarks.bare import Batches
 from benchmarks.calls import growing_rollout, independent_rollouts, ledger_line, rollout_name, staged_rollout
-from benchmarks.others import JsonLines, PostgresqlTable, SqliteTable
+from benchmarks.others import JsonLines, create_plain_table, plain_table
 from benchmarks.put import add_floor
 from benchmarks.queueing import NOT_INSTALLED, TRANSFER_QUEUE, TransferQueue
 from benchmarks.report import as_json, figures_table, print_report, puts_table, targets_table
@@ -245,11 +245,8 @@ async def test_what_people_write_instead_gives_back_what_it_was_given(
     tmp_path: Path, unused_store_url: str
 ) -> None:
     calls = growing_rollout(3).entries
-    table = (
-        await PostgresqlTable(unused_store_url).create()
-        if unused_store_url.startswith("postgresql")
-        else SqliteTable(unused_store_url)
-    )
+    await create_plain_table(unused_store_url)
+    table = plain_table(unused_store_url)
     for store in (JsonLines(str(tmp_path)), table):
         try:
             for call in calls:
