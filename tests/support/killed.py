@@ -1,28 +1,22 @@
-"""Runs a command of ours in a process that is killed at its Nth rollout, in the middle of a transaction.
-
-    python -m tests.support.killed NUMBER POINT COMMAND…
-
-POINT is "before commit", or "after" the commit of the Nth write.
-"""
+"""Runs a command of ours in a process that is killed at its Nth rollout, in the middle of a transaction."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+from functools import partial
 
+from tests.support import commands
 from tokencustody.store.base import SqlStore
 
 
 def killed_at(number: int, point: str, *command: str) -> None:
-    """Run the command and see it killed there."""
-    arguments = [sys.executable, "-m", "tests.support.killed", str(number), point, *command]
-    ended = subprocess.run(arguments, check=False, capture_output=True, timeout=120)
+    """Run the command and see it killed "before commit", or "after" the commit, of its Nth write."""
+    ended = commands.run(command, before=partial(_kill_at, number, point))
     assert ended.returncode == -signal.SIGKILL, ended
 
 
-def _main(number: int, point: str, command: list[str]) -> None:
+def _kill_at(number: int, point: str) -> None:
     write = SqlStore._write_after_marks
     done = 0
 
@@ -42,11 +36,3 @@ def _main(number: int, point: str, command: list[str]) -> None:
         return await write(self, key, killed)
 
     SqlStore._write_after_marks = counted  # type: ignore[method-assign]
-    from tokencustody.cli import main
-
-    sys.argv = ["tokencustody", *command]
-    main()
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
