@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support import forked
 from tokencustody.conformance import CheckStatus, ConformanceReport, check_conformance, registered_checks
+from tokencustody.conformance import writers as writers_module
 from tokencustody.database.coalescing import Coalesce
 from tokencustody.states import Isolation
 from tokencustody.store import SqlLineageStore, SqlStagingStore, SqlTokenSink, SqlTokenSource
@@ -56,10 +59,24 @@ async def test_the_sql_stores_pass_every_check(
     assert "against 3 processes" in report.results[-1].detail
 
 
+@pytest.fixture
+def forked_writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the kit's writers, which it spawns itself in the test above."""
+
+    def process(target: Any, args: tuple[Any, ...], daemon: bool) -> Any:
+        made = forked.process(target, *args)
+        made.daemon = daemon
+        return made
+
+    context = SimpleNamespace(Pipe=forked.CONTEXT.Pipe, Process=process)
+    multiprocessing = SimpleNamespace(get_context=lambda method: context)
+    monkeypatch.setattr(writers_module, "multiprocessing", multiprocessing)
+
+
 @pytest.mark.race
 @pytest.mark.parametrize("coalesce", list(Coalesce))
 async def test_in_every_mode_the_fence_is_strict_and_a_call_is_stored_once(
-    store_url: str, coalesce: Coalesce
+    store_url: str, coalesce: Coalesce, forked_writers: None
 ) -> None:
     report = await check(store_url, coalesce, only=SHARED)
     assert [result.status for result in report.results] == [CheckStatus.PASSED] * len(SHARED), (
