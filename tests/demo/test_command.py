@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -19,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.entries import make_entry
-from tokencustody import CaptureStore, TokenCaptureSnapshot, cumulative_tokens, open_store
+from tokencustody import TokenCaptureSnapshot, cumulative_tokens, open_store
 from tokencustody.cli import app
 from tokencustody.demo import model as model_module
 from tokencustody.demo.model import (
@@ -55,23 +57,54 @@ class RecordingModel(ChatModel):
         return completion
 
 
-async def play(
-    store: CaptureStore, model: ChatModel, rollouts: int = 3
-) -> tuple[list[PlayedRollout], list[TokenCaptureSnapshot]]:
-    plans = plan_rollouts(rollouts, 3, seed=5)
-    played = await RolloutPlayer(model, store, max_tokens=8, seed=5).play_all(plans, workers=2)
-    return played, [await store.source.freeze(plan.rollout_id) for plan in plans]
+@dataclass
+class Demo:
+    """What was played, frozen and returned by the server, with the same rows in the database."""
+
+    played: list[PlayedRollout]
+    snapshots: list[TokenCaptureSnapshot]
+    returned: dict[str, Completion]
 
 
-async def test_the_store_holds_exactly_what_the_server_returned(store_url: str) -> None:
-    async with RecordingModel(slots=2) as model, open_store(store_url, run="demo") as store:
-        played, snapshots = await play(store, model)
+# By the kind of database.
+demos: dict[str, Demo] = {}
 
+
+def fill(url: str) -> None:
+    demos[kind_of(url)] = asyncio.run(play(url))
+
+
+def kind_of(url: str) -> str:
+    return url.partition(":")[0]
+
+
+async def play(url: str) -> Demo:
+    plans = plan_rollouts(3, 3, seed=5)
+    async with RecordingModel(slots=2) as model, open_store(url, run="demo") as store:
+        played = await RolloutPlayer(model, store, max_tokens=8, seed=5).play_all(plans, workers=2)
+        snapshots = [await store.source.freeze(plan.rollout_id) for plan in plans]
+    return Demo(played, snapshots, model.returned)
+
+
+@pytest.fixture
+def demo(store_url: str) -> Demo:
+    """What the database of a test that `begins_played` was filled with."""
+    return demos[kind_of(store_url)]
+
+
+def begins_played(test: Any) -> Any:
+    """Let a test begin with a demo that was played once for all of them."""
+    return pytest.mark.xdist_group("demo played")(pytest.mark.filled(by=fill)(test))
+
+
+@begins_played
+def test_the_store_holds_exactly_what_the_server_returned(demo: Demo) -> None:
+    played, snapshots = demo.played, demo.snapshots
     entries = [entry for snapshot in snapshots for entry in snapshot.entries]
     lost = [call for rollout, s in zip(played, snapshots, strict=True) for call in unsettled(rollout, s)]
-    assert len(entries) + len(lost) == len(model.returned) > 3
+    assert len(entries) + len(lost) == len(demo.returned) > 3
     for entry in entries:
-        completion = model.returned[entry.response_id or ""]
+        completion = demo.returned[entry.response_id or ""]
         assert entry.prompt_token_ids == completion.prompt_token_ids
         assert entry.generation_token_ids == completion.token_ids
         assert entry.generation_log_probs == completion.log_probs
@@ -80,12 +113,9 @@ async def test_the_store_holds_exactly_what_the_server_returned(store_url: str) 
         assert entry.model == MODEL_NAME
 
 
-async def test_every_continuation_extends_its_resolved_parent_and_only_the_lost_call_masks(
-    store_url: str,
-) -> None:
-    async with ChatModel(slots=2) as model, open_store(store_url, run="demo") as store:
-        played, snapshots = await play(store, model)
-
+@begins_played
+def test_every_continuation_extends_its_resolved_parent_and_only_the_lost_call_masks(demo: Demo) -> None:
+    played, snapshots = demo.played, demo.snapshots
     assert [unsettled(r, s) != [] for r, s in zip(played, snapshots, strict=True)] == [False, True, False]
     assert [snapshot.incomplete for snapshot in snapshots] == [False, True, False]
     assert [[refusal.code for refusal in snapshot.refusals] for snapshot in snapshots] == [
@@ -116,9 +146,10 @@ async def test_every_continuation_extends_its_resolved_parent_and_only_the_lost_
             stored_before = call_id
 
 
-async def test_a_retry_with_the_same_bytes_changes_nothing(store_url: str) -> None:
-    async with ChatModel(slots=2) as model, open_store(store_url, run="demo") as store:
-        played, snapshots = await play(store, model)
+@begins_played
+async def test_a_retry_with_the_same_bytes_changes_nothing(demo: Demo, store_url: str) -> None:
+    played, snapshots = demo.played, demo.snapshots
+    async with open_store(store_url, run="demo") as store:
         again = [await store.source.freeze(snapshot.rollout_id) for snapshot in snapshots]
 
     assert played[0].retries >= 1
@@ -129,7 +160,13 @@ async def test_a_retry_with_the_same_bytes_changes_nothing(store_url: str) -> No
     assert report.retries_absorbed == sum(rollout.retries for rollout in played)
 
 
-def test_the_json_report_agrees_with_the_database(store_url: str) -> None:
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By import_module: the package's attribute of that name is the command.
+    monkeypatch.setattr(importlib.import_module("tokencustody.demo.command"), "MAX_NEW_TOKENS", 3)
+
+
+def test_the_json_report_agrees_with_the_database(short_answers: None, store_url: str) -> None:
     arguments = ["demo", "--rollouts", "2", "--turns", "2", "--workers", "2", "--url", store_url]
     result = CliRunner().invoke(app, [*arguments, "--run", "told", "--json"])
     assert result.exit_code == 0, result.output
@@ -154,7 +191,9 @@ def test_the_json_report_agrees_with_the_database(store_url: str) -> None:
     assert again.stdout == ""
 
 
-def test_a_person_sees_the_totals_one_rollout_and_queries_that_run(tmp_path: Path) -> None:
+def test_a_person_sees_the_totals_one_rollout_and_queries_that_run(
+    short_answers: None, tmp_path: Path
+) -> None:
     database = tmp_path / "captures.db"
     arguments = ["demo", "--rollouts", "1", "--turns", "2", "--url", str(database), "--run", "shown"]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
@@ -237,7 +276,7 @@ def test_two_demos_of_the_same_second_are_two_runs(
 
 
 def test_a_run_that_another_demo_is_writing_to_is_one_line(
-    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+    short_answers: None, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def meanwhile(url: str, run: str) -> None:
         async with open_store(url, run=run) as store:
