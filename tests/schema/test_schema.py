@@ -142,6 +142,19 @@ def test_check_trusts_the_wording_of_another_release_of_the_server_until_an_upgr
     assert probes.rows(postgres_url, "SELECT obj_description('audit_calls'::regclass)") == before
 
 
+def test_an_upgrade_makes_no_view_where_the_tables_are_not_as_they_should_be(
+    migrated_url: str, dialect: str
+) -> None:
+    cascade = " CASCADE" if dialect == "postgresql" else ""
+    probes.run_script(
+        migrated_url, f"DROP VIEW audit_calls{cascade}; DROP INDEX ix_ledger_failures_model_call_id"
+    )
+    said: list[str] = []
+    migrate.upgrade(migrated_url, progress=said.append)
+    assert said == []
+    assert "missing: view audit_calls" in migrate.check(migrated_url)
+
+
 def test_check_takes_a_view_without_our_comment_for_altered(postgres_url: str) -> None:
     probes.rows(postgres_url, "COMMENT ON VIEW audit_calls IS 'mine'")
     assert migrate.check(postgres_url) == [
