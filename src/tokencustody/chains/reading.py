@@ -82,12 +82,20 @@ class FrozenRollout:
     ledger_failures: Sequence[Any]
     staged: Mapping[str, Any]
 
-    def prompt(self, call: ProvenCall) -> array[int]:
-        """Return the whole prompt of a call. Raises LookupError where the beginning of a delta is not there."""
-        parts = [call.prompt]
+    def above(self, call: ProvenCall) -> Iterator[ProvenCall]:
+        """Yield the calls that hold the beginning of a call's prompt, the nearest first.
+
+        Raises LookupError where the beginning of a delta is not there.
+        """
         while call.begins_in_parent:
             call = self.entries[str(call.record.parent_call_id)]
-            parts += [call.generation, call.prompt]
+            yield call
+
+    def prompt(self, call: ProvenCall) -> array[int]:
+        """Return the whole prompt of a call. Raises LookupError as `above` does."""
+        parts = [call.prompt]
+        for each in self.above(call):
+            parts += [each.generation, each.prompt]
         whole = array("Q")
         for part in reversed(parts):
             whole += part

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tokencustody.chains.chains import shape_of
+import orjson
+
+from tokencustody.chains.chains import count_not_finite, shape_of
 from tokencustody.chains.reading import FrozenRollout, making_sense
 from tokencustody.chains.reasons import LeftOut, Why
 from tokencustody.chains.staged import staged_left_out
+from tokencustody.codec.proven import ProvenCall
 from tokencustody.export.calls import sorted_json, strict_json
 from tokencustody.export.folder import ExportFolder
 from tokencustody.export.report import Exported
@@ -47,6 +51,9 @@ _LINEAGE_FIELDS = {
     "staging_digest": "digest",
 }
 
+# The prompt ids that a call holds itself, and those that it sampled, as a list in JSON has them between its brackets.
+_Texts = tuple[bytes, bytes]
+
 
 class GymPart:
     """The files of some rollouts in the making; each is written at once."""
@@ -67,15 +74,17 @@ class GymPart:
         problem = _name_problem(rollout)
         lines: dict[str, bytes] = {}
         prompts = generated = 0
-        for entry in rollout.records():
-            fields = dict(entry)
+        texts: dict[str, _Texts] = {}
+        for call_id, call in rollout.entries.items():
+            fields = dict(call.record)
             is_strict, _ = strict_json(fields)
-            if not is_strict:
-                problem = problem or (entry.model_call_id, "a NaN, an infinity or an integer beyond 64 bits")
+            if not is_strict or count_not_finite(call.log_probs):
+                problem = problem or (call_id, "a NaN, an infinity or an integer beyond 64 bits")
                 break
-            lines[entry.model_call_id] = sorted_json(fields)
-            prompts += len(entry.prompt_token_ids)
-            generated += len(entry.generation_token_ids)
+            above = [] if call.record.prompt_is_delta else list(rollout.above(call))
+            lines[call_id] = _line(fields, call, above, texts)
+            prompts += len(call.prompt) + sum(len(each.prompt) + len(each.generation) for each in above)
+            generated += len(call.generation)
         if problem is not None:
             return None, [LeftOut.of(key, Why.GYM_CANNOT_CARRY, *problem)]
         with making_sense(key):
@@ -135,6 +144,35 @@ class GymPart:
         with self._folder.writing(name, rows=rows) as stream:
             stream.write(data)
         self.size += len(data)
+
+
+def _line(
+    fields: dict[str, Any], call: ProvenCall, above: Sequence[ProvenCall], texts: dict[str, _Texts]
+) -> bytes:
+    """Return a record in JSON, its keys sorted; `texts` has the ids of each call as text, which is made once."""
+    columns = [_texts(call, texts)[0]]
+    for each in above:
+        columns += reversed(_texts(each, texts))
+    return sorted_json(
+        fields
+        | {
+            "prompt_token_ids": _list(reversed(columns)),
+            "generation_token_ids": _list(texts[call.record.model_call_id][1:]),
+            "generation_log_probs": call.log_probs.tolist(),
+        }
+    )
+
+
+def _texts(call: ProvenCall, known: dict[str, _Texts]) -> _Texts:
+    name = call.record.model_call_id
+    if name not in known:
+        prompt, generation = (orjson.dumps(ids.tolist())[1:-1] for ids in (call.prompt, call.generation))
+        known[name] = prompt, generation
+    return known[name]
+
+
+def _list(columns: Iterable[bytes]) -> orjson.Fragment:
+    return orjson.Fragment(b"[%b]" % b",".join(filter(None, columns)))
 
 
 def _name_problem(rollout: FrozenRollout) -> tuple[str, str] | None:
