@@ -18,6 +18,7 @@ from tokencustody import TokenEntry, open_store
 from tokencustody.chains.chains import Forest, shape_of
 from tokencustody.chains.reading import FrozenRollout
 from tokencustody.chains.rules import RowRules
+from tokencustody.codec import hashing
 from tokencustody.export import ExportOptions, OnBreak, SharedCalls, Siblings, export
 
 
@@ -306,3 +307,15 @@ async def test_what_was_sampled_below_a_lost_call_is_a_row_and_a_delta_below_it_
     ]
     assert {(row["incomplete"], row["whole"], row["calls_left_out"]) for row in rows} == {(True, False, 1)}
     assert left_out(tmp_path / "out") == [("r", "delta", "parent_missing")]
+
+
+def test_digests_that_are_made_beside_give_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(60):
+        _, rollout = made_up(seed)
+        for rules in RULES:
+            monkeypatch.setattr(hashing, "_LONG", 2**60)
+            expected = Forest(rollout, rules)
+            monkeypatch.setattr(hashing, "_LONG", 0)
+            made = Forest(rollout, rules)
+            assert list(made.chains()) == list(expected.chains())
+            assert made.left_out == expected.left_out

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.support.entries import make_entry
 from tokencustody import TokenEntry
 from tokencustody.chains.reading import FrozenRollout
-from tokencustody.codec import chains
+from tokencustody.codec import hashing
 from tokencustody.codec.calls import pack_entry, unpack_entry, validated, without_prefix
 from tokencustody.codec.chains import prove_calls, unpack_calls, unpack_chain
 from tokencustody.codec.id_columns import is_beyond_int64, pack_ids, resized
@@ -515,7 +515,7 @@ def test_rows_of_an_iterator_are_let_go_one_by_one() -> None:
 def test_long_prefixes_that_are_hashed_beside_are_proven_all_the_same(
     hashed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chains, "_LONG", 0 if hashed == "beside" else 2**60)
+    monkeypatch.setattr(hashing, "_LONG", 0 if hashed == "beside" else 2**60)
     calls = [root("call-0", [70_000], [1])]
     for number in range(1, 40):
         calls.append(child(f"call-{number}", calls[-1], [number], [number + 1]))

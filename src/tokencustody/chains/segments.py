@@ -10,19 +10,24 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from tokencustody.chains.reading import FrozenRollout
 from tokencustody.chains.reasons import LeftOut, Why
 from tokencustody.chains.retries import Settled, settle
 from tokencustody.chains.rules import RowRules
 from tokencustody.circles import circles
+from tokencustody.codec.hashing import Hashers
 from tokencustody.codec.id_columns import big_endian, digest_of_big_endian, is_beyond_int64
 from tokencustody.codec.proven import ProvenCall
 from tokencustody.errors import LineageError
 from tokencustody.lineage import check_recorded
 from tokencustody.records import ParentResolutionStatus, TokenEntry
 from tokencustody.states import OnBreak, Siblings
+
+# Columns that may wait for the digests of what they begin with.
+_MOST_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,20 @@ class Placed:
     start: int
     end: int
     digest: str
+
+
+@dataclass(slots=True)
+class _Step:
+    """A call on the way down a segment, and the digest of its whole sequence; one without `prompt` does not continue
+    the call above.
+    """
+
+    name: str
+    parent: str | None
+    prompt: array[int] | None
+    start: int
+    end: int = 0
+    digest: Future[str] = field(default_factory=Future)
 
 
 class Segments:
@@ -128,33 +147,63 @@ class Segments:
                     self._begin(child, Why.PARENT_LEFT_OUT)
 
     def _grow(self, top: str, why: Why | None) -> None:
+        with Hashers() as hashers:
+            for step in self._walk(top, hashers):
+                name, call = step.name, self._rollout.entries[step.name]
+                if step.parent is not None and step.parent not in self.placed:
+                    continue  # what is below a call that is left out was begun anew
+                if step.prompt is None:
+                    self._begin(name, Why.NOT_A_CONTINUATION)
+                    continue
+                problem = _problem(call, step)
+                if problem is not None:
+                    self._leave_out(name, *problem)
+                    continue
+                if step.parent is None:
+                    self._breaks[name] = why
+                self.placed[name] = Placed(
+                    call, step.prompt, step.parent, top, step.start, step.end, step.digest.result()
+                )
+                self._children.pop(name, None)
+
+    def _walk(self, top: str, hashers: Hashers) -> list[_Step]:
+        """Return the calls of a segment from its first on, each above those that continue it.
+
+        That is if none of them is left out, which is told by their digests. Each call has one of its whole sequence,
+        so that they make up most of the work.
+        """
         # Depth first, so that a single column holds the sequence of the parent at hand: below a call it only grows. Its
-        # bytes are those that a digest reads, for each call has one of all of it.
+        # bytes are those that a digest reads.
         ids = array("Q")
+        steps: list[_Step] = []
+        unhashed: list[_Step] = []
+        on_the_way: deque[Future[str]] = deque()
         waiting: list[tuple[str, str | None, int]] = [(top, None, 0)]
         while waiting:
             name, parent, start = waiting.pop()
             call = self._rollout.entries[name]
             del ids[start:]
             prompt = self._added(call, ids)
-            if prompt is None:
-                self._begin(name, Why.NOT_A_CONTINUATION)
-                continue
-            ids += big_endian(prompt)
-            ids += big_endian(call.generation)
-            problem = _problem(call, prompt, ids)
-            if problem is not None:
-                self._leave_out(name, *problem)
-                continue
-            if parent is None:
-                self._breaks[name] = why
-            digest = call.record.digest or digest_of_big_endian(ids)
-            self.placed[name] = Placed(call, prompt, parent, top, start, len(ids), digest)
-            waiting += [
-                (child, name, len(ids))
-                for child in self._children.pop(name, ())
-                if child not in self._why_out
-            ]
+            step = _Step(name, parent, prompt, start)
+            steps.append(step)
+            below: list[str] = []
+            if prompt is not None:
+                ids += big_endian(prompt)
+                ids += big_endian(call.generation)
+                step.end = len(ids)
+                unhashed.append(step)
+                below = [each for each in self._children.get(name, ()) if each not in self._why_out]
+            waiting += [(child, name, len(ids)) for child in below]
+            if unhashed and not below:
+                # All of them are above this call: they begin its column, which others will not have below them.
+                column = memoryview(ids[: unhashed[-1].end])
+                for each in unhashed:
+                    each.digest = hashers.start(8 * each.end, digest_of_big_endian, column[: each.end])
+                on_the_way.append(unhashed[-1].digest)
+                unhashed = []
+            if len(on_the_way) > _MOST_COLUMNS:
+                on_the_way.popleft().result()
+        return steps
 
     def _added(self, call: ProvenCall, above: array[int]) -> array[int] | None:
         """Return the prompt ids behind the sequence of the call above, or None where they do not continue it."""
@@ -178,11 +227,11 @@ def _why_apart(
     return Why.PARENT_CYCLE if entry.model_call_id in in_circle else None
 
 
-def _problem(call: ProvenCall, prompt: array[int], ids: array[int]) -> tuple[Why, str] | None:
+def _problem(call: ProvenCall, step: _Step) -> tuple[Why, str] | None:
     try:
-        check_recorded(call.record, ids, digest_of_big_endian)
+        check_recorded(call.record, range(step.end), lambda _: step.digest.result())
     except LineageError as exc:
         return Why.NOT_PROVEN, str(exc)
-    if is_beyond_int64(prompt) or is_beyond_int64(call.generation):
+    if is_beyond_int64(step.prompt or array("Q")) or is_beyond_int64(call.generation):
         return Why.BEYOND_INT64, ""
     return None

@@ -14,11 +14,12 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from tokencustody.codec.calls import StoredCall, call_name, read_call
+from tokencustody.codec.hashing import Hashers
 from tokencustody.codec.id_columns import (
     PackedIds,
     digest_of_ids,
@@ -32,8 +33,7 @@ from tokencustody.errors import CorruptEntryError, LineageError
 from tokencustody.lineage import check_recorded
 from tokencustody.records import TokenEntry
 
-# Bytes of a prefix from which on a thread is worth its while, and the prefixes that may wait for it.
-_LONG = 128 * 1024
+# The prefixes that may wait for their hashes.
 _MOST_PENDING = 8
 
 Made = TypeVar("Made", TokenEntry, ProvenCall)
@@ -184,25 +184,22 @@ def _children_to_rebuild(calls: list[_Call[Made]]) -> _Children[Made]:
 
 
 class _Prover:
-    """Proves whole payloads by their hash; long ones in a thread beside, since hashing lets others use the interpreter.
+    """Proves whole payloads by their hash, beside what goes on where they are long.
 
     Whatever was not what was written is an error by the time the context ends.
     """
 
     def __init__(self) -> None:
-        self._beside: ThreadPoolExecutor | None = None
+        self._hashers = Hashers()
         self._pending: deque[tuple[Future[str], StoredCall, str]] = deque()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        try:
+        with self._hashers:
             while self._pending and failed is None:
                 self._check()
-        finally:
-            if self._beside is not None:
-                self._beside.shutdown()
 
     def prove(self, call: StoredCall, payload_sha256: str, packed: array[int]) -> None:
         """Prove that a call's shared prefix is the ids that `packed` holds at some width."""
@@ -212,14 +209,10 @@ class _Prover:
             shared = _resized(packed, call.token_width)
         except OverflowError:
             raise _not_rebuilt(call) from None
-        if len(shared) * shared.itemsize < _LONG:
-            if call.whole_sha256(shared) != payload_sha256:
-                raise _not_rebuilt(call)
-            return
-        if self._beside is None:
-            self._beside = ThreadPoolExecutor(1, thread_name_prefix="tokencustody")
+        # The sequence goes on to grow while it is hashed.
         copy = shared[:] if shared is packed else shared
-        self._pending.append((self._beside.submit(call.whole_sha256, copy), call, payload_sha256))
+        size = len(copy) * copy.itemsize
+        self._pending.append((self._hashers.start(size, call.whole_sha256, copy), call, payload_sha256))
         if len(self._pending) > _MOST_PENDING:
             self._check()
 

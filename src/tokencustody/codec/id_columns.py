@@ -98,7 +98,7 @@ def big_endian(ids: array[int]) -> array[int]:
     return column
 
 
-def digest_of_big_endian(column: array[int]) -> str:
+def digest_of_big_endian(column: array[int] | memoryview[int]) -> str:
     """Return what `compute_digest` does for the ids of a column as `big_endian` returns it."""
     with memoryview(column) as numbers, numbers.cast("B") as encoded:
         return digest_of_uint64s(encoded)
