@@ -427,6 +427,34 @@ async def test_concurrent_records_of_one_rollout_get_distinct_positions(
     assert sorted(row["position"] for row in rows) == list(range(1, 21))
 
 
+async def test_what_is_recorded_at_the_same_time_is_kept_or_refused_each_for_itself(
+    store: CaptureStore, store_url: str
+) -> None:
+    await store.lineage.record(make_commit(rollout_id="rollout-3"))
+    await store.source.freeze("rollout-5")
+    await store.source.retire(["rollout-7"])
+    before = store.stats()["transactions"]
+    answers = await asyncio.gather(
+        *(
+            store.lineage.record(make_commit(rollout_id=f"rollout-{n}", response_id="other"))
+            for n in range(20)
+        ),
+        *(store.lineage.record_failure(f"rollout-{n}", "call-9", "lost") for n in range(20)),
+        return_exceptions=True,
+    )
+    conflicts = {number: answer for number, answer in enumerate(answers) if answer is not None}
+    assert list(conflicts) == [3]
+    assert isinstance(conflicts[3], PayloadConflictError)
+    if store_url.startswith("sqlite"):
+        assert store.stats()["transactions"] - before < 10  # a flush of the disk each
+    rows = {row["rollout_id"]: row for row in await rows_of(store_url, tables.ledger_calls)}
+    assert rows.keys() == {f"rollout-{n}" for n in range(20)} - {"rollout-7"}
+    assert {name for name, row in rows.items() if row["response_id"] != "other"} == {"rollout-3"}
+    failed = {row["rollout_id"] for row in await rows_of(store_url, tables.ledger_failures)}
+    assert failed == rows.keys()
+    assert (await store.source.freeze("rollout-5")).version > 1
+
+
 @pytest.mark.parametrize(
     ("commit", "says"),
     [

@@ -69,12 +69,13 @@ class SharedWrite(Generic[Item, Answer]):
     """How calls of one kind share a transaction, whose answers are in the order of the items.
 
     On SQLite `transaction` runs several statements. On PostgreSQL `statement` is just one, which is a transaction by
-    itself and takes one round trip; `answers` reads its rows. No rows: nothing was written.
+    itself and takes one round trip; `answers` reads its rows. No rows: nothing was written. Without these two, calls
+    share on SQLite only.
     """
 
     transaction: Callable[[Connection, Sequence[Item]], Sequence[Answer]]
-    statement: Callable[[Sequence[Item]], Statement]
-    answers: Callable[[Sequence[Item], Sequence[Any]], Sequence[Answer]]
+    statement: Callable[[Sequence[Item]], Statement] | None = None
+    answers: Callable[[Sequence[Item], Sequence[Any]], Sequence[Answer]] | None = None
 
 
 class Database:
@@ -259,13 +260,16 @@ class Database:
                 loop.call_soon_threadsafe(reach_beside, "inside a coalesced batch")
             return answers
 
+        if self.url.is_sqlite:
+            return await self.retrying(engines, engines.write, transaction, give_up)
+        make, read = write.statement, write.answers
+        assert make is not None and read is not None  # noqa: S101, PT018 - else it is not written together
+
         def statement(_: None) -> Statement:
             if len(items) > 1:
                 reach_beside("inside a coalesced batch")
-            return write.statement(items)
+            return make(items)
 
-        if self.url.is_sqlite:
-            return await self.retrying(engines, engines.write, transaction, give_up)
         try:
             rows = await self.retrying(
                 engines, cast("PostgresqlEngines", engines).write_statement, statement, give_up
@@ -274,7 +278,7 @@ class Database:
             if len(items) > 1:
                 raise  # so that each is tried alone
             rows = []
-        return write.answers(items, rows)
+        return read(items, rows)
 
     async def _check_schema(self, engines: Engines, give_up: float) -> None:
         # In a task that outlives a caller who is cancelled: else callers with less patience than it takes would never
@@ -319,6 +323,11 @@ class Doors:
     def gathers(self) -> bool:
         """Whether calls are to be written together; where not, each in a transaction on its rollout alone."""
         return self._database.gathers
+
+    @property
+    def is_sqlite(self) -> bool:
+        """Whether calls that are written together share a transaction of any statements."""
+        return self._database.url.is_sqlite
 
     async def write_together(self, write: SharedWrite[Item, Answer], item: Item, *, size: int) -> Answer:
         """Write `item`, of `size` bytes, with what else waits to be written; return its answer once that is durable."""
