@@ -154,13 +154,15 @@ class Copier:
         return int((await self._source.read(partial(_all, counted)))[0][0])
 
     async def _copy(self, key: RolloutKey, *, dry_run: bool, is_new: bool) -> CopiedRollout:
-        source = await self._source.read(lambda connection: image_txn(connection, key))
         target = Image() if is_new else await self._target.image(key)
-        decision = decide(source, target)
-        if decision.outcome is CopyOutcome.ALREADY_THERE:
-            return await self._already_there(key, decision)
-        if dry_run or decision.outcome not in (CopyOutcome.COPIED, CopyOutcome.UPDATED):
-            return _told(key, decision.outcome, decision.reason)
+        # Where the target holds nothing, all of the source is read at once, for there is nothing to decide.
+        if dry_run or target.rows:
+            source = await self._source.read(lambda connection: image_txn(connection, key))
+            decision = decide(source, target)
+            if decision.outcome is CopyOutcome.ALREADY_THERE:
+                return await self._already_there(key, decision)
+            if dry_run or decision.outcome not in (CopyOutcome.COPIED, CopyOutcome.UPDATED):
+                return _told(key, decision.outcome, decision.reason)
         with Spool() as spool:
             try:
                 source = await self._source.read(lambda connection: image_txn(connection, key, spool))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import TracebackType
@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from sqlalchemy import (
     Column,
+    CompoundSelect,
     Connection,
     LargeBinary,
     Row,
@@ -20,10 +21,12 @@ from sqlalchemy import (
     Table,
     bindparam,
     cast,
+    exists,
     func,
     literal,
     select,
     tuple_,
+    union_all,
 )
 
 from tokencustody.schema.tables import (
@@ -136,24 +139,28 @@ def _image(connection: Connection, key: RolloutKey, spool: Spool | None, *, with
     image = Image()
     if spool is not None:
         spool.empty()  # of an earlier try
-    for table in OF_ROLLOUTS:
+    for table in _tables_txn(connection, key):
+        key_of, values_of = _key_of(table, with_bytes), _digested(table, with_bytes)
+        names = [column.name for column in table.columns]
         for page in _pages_txn(connection, key, table, with_bytes=with_bytes):
             for row in page:
+                row_key = (table.name, *key_of(row))
                 if with_bytes:
-                    _prove(key, table, row)
-                image.rows[row_key(table, row)] = _digest(table, row)
+                    _prove(key, table, row, row_key)
+                # Of plain values, which print on every database alike: numbers exactly, times in UTC.
+                printed = repr(values_of(row)).encode(errors="surrogatepass")
+                image.rows[row_key] = hashlib.sha256(printed).digest()
                 if table is fences:
                     image.state = row.state
             if spool is not None:
-                names = [column.name for column in table.columns]
-                spool.add(table, [{name: getattr(row, name) for name in names} for row in page])
+                # What is read beside the columns stands behind them.
+                spool.add(table, [dict(zip(names, row, strict=False)) for row in page])
     return image
 
 
-def row_key(table: Table, row: Any) -> RowKey:
-    """Return the key of a row, which may be a dictionary."""
-    values = row if isinstance(row, dict) else row._mapping
-    return (table.name, *(values[column.name] for column in _own_key(table)))
+def row_key(table: Table, row: Mapping[str, Any]) -> RowKey:
+    """Return the key of a row."""
+    return (table.name, *(row[column.name] for column in _own_key(table)))
 
 
 def _own_key(table: Table) -> list[Column[Any]]:
@@ -164,14 +171,31 @@ def _pages_txn(
     connection: Connection, key: RolloutKey, table: Table, *, with_bytes: bool
 ) -> Iterator[Sequence[Row[Any]]]:
     own_key = _own_key(table)
-    rows = _rows_of(table, with_bytes=with_bytes)
     if not own_key:
-        yield connection.execute(rows, key.named()).all()
+        yield connection.execute(_rows_of(table, with_bytes=with_bytes), key.named()).all()
         return
     found = connection.execute(_keys_of(table, with_bytes=with_bytes), key.named())
-    for group in _groups([tuple(row) for row in found]):
+    groups = list(_groups([tuple(row) for row in found]))
+    if len(groups) == 1:
+        # All there are; to name each takes longer than to read it.
+        yield connection.execute(_rows_of(table, with_bytes=with_bytes), key.named()).all()
+        return
+    chosen_rows = _chosen_rows_of(table, with_bytes=with_bytes)
+    for group in groups:
         chosen = [each[0] for each in group] if len(own_key) == 1 else group
-        yield connection.execute(rows, key.named(chosen=chosen)).all()
+        yield connection.execute(chosen_rows, key.named(chosen=chosen)).all()
+
+
+@cache
+def _holding() -> CompoundSelect[Any]:
+    held = [(table, exists().where(of_rollout(table))) for table in OF_ROLLOUTS]
+    return union_all(*(select(literal(table.name)).where(is_held) for table, is_held in held))
+
+
+def _tables_txn(connection: Connection, key: RolloutKey) -> list[Table]:
+    """Return the tables that hold anything of a rollout."""
+    names = set(connection.scalars(_holding(), key.named()))
+    return [table for table in OF_ROLLOUTS if table.name in names]
 
 
 @cache
@@ -185,7 +209,7 @@ def _keys_of(table: Table, *, with_bytes: bool) -> Select[Any]:
 
 @cache
 def _rows_of(table: Table, *, with_bytes: bool) -> Select[Any]:
-    """Return the statement for the rows of a rollout, those with the keys `chosen` where rows have keys."""
+    """Return the statement for the rows of a rollout."""
     wanted: list[Any] = [
         # As bytes even where SQLite holds text, so that its hash tells.
         cast(column, LargeBinary).label(column.name) if isinstance(column.type, LargeBinary) else column
@@ -193,12 +217,15 @@ def _rows_of(table: Table, *, with_bytes: bool) -> Select[Any]:
     ]
     if with_bytes and table in _PROVEN:
         wanted.append(_PROVEN[table][1].label("_sha256"))
-    statement = select(*wanted).where(of_rollout(table))
+    return select(*wanted).where(of_rollout(table))
+
+
+@cache
+def _chosen_rows_of(table: Table, *, with_bytes: bool) -> Select[Any]:
+    """Return the statement for those of them with the keys `chosen`."""
     own_key = _own_key(table)
-    if not own_key:
-        return statement
     keys = own_key[0] if len(own_key) == 1 else tuple_(*own_key)
-    return statement.where(keys.in_(bindparam("chosen", expanding=True)))
+    return _rows_of(table, with_bytes=with_bytes).where(keys.in_(bindparam("chosen", expanding=True)))
 
 
 def _read(table: Table, with_bytes: bool) -> list[Column[Any]]:
@@ -222,20 +249,31 @@ def _groups(found: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]
         yield group
 
 
-def _prove(key: RolloutKey, table: Table, row: Row[Any]) -> None:
+def _prove(key: RolloutKey, table: Table, row: Row[Any], row_key: RowKey) -> None:
     if table not in _PROVEN:
         return
     data, sha256 = row._mapping[_PROVEN[table][0].name], row._mapping["_sha256"]
     if data is None or hashlib.sha256(data).hexdigest() != sha256:
-        where = " ".join(str(part) for part in row_key(table, row)[1:])
+        where = " ".join(str(part) for part in row_key[1:])
         raise DamagedRowError(
             f"{table.name} of call {where} of rollout {key.rollout_id} of run {key.run} does not match its SHA-256"
         )
 
 
-def _digest(table: Table, row: Row[Any]) -> bytes:
-    """Return the SHA-256 of a row; of bytes that were proven, their hash stands in another column of it."""
-    proven = _PROVEN[table][0].name if table in _PROVEN else None
-    values = [row._mapping[column.name] for column in table.columns if column.name != proven]
-    # Of plain values, which print on every database alike: numbers exactly, times in UTC.
-    return hashlib.sha256(repr(values).encode(errors="surrogatepass")).digest()
+@cache
+def _key_of(table: Table, with_bytes: bool) -> Callable[[Row[Any]], list[Any]]:
+    return _taking(_own_key(table), _read(table, with_bytes))
+
+
+@cache
+def _digested(table: Table, with_bytes: bool) -> Callable[[Row[Any]], list[Any]]:
+    """Return what takes the values of a row that its digest covers: of bytes that are proven, their hash is another."""
+    proven = _PROVEN[table][0] if table in _PROVEN else None
+    return _taking([column for column in table.columns if column is not proven], _read(table, with_bytes))
+
+
+def _taking(wanted: Sequence[Column[Any]], read: Sequence[Column[Any]]) -> Callable[[Row[Any]], list[Any]]:
+    """Return what takes these columns out of a row in which those were read."""
+    names = [column.name for column in read]
+    places = [names.index(column.name) for column in wanted]
+    return lambda row: [row[place] for place in places]
