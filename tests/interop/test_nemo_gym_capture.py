@@ -201,5 +201,5 @@ async def test_a_record_of_gyms_may_leave_its_parents_sequence_to_the_store(gym:
     for parent, call in (("call-0", "call-1"), ("call-1", "call-2")):
         suffix = entries[call].prompt_token_ids[entries[parent].cum_len :]
         rest = entries[call].model_copy(update={"prompt_token_ids": [], "digest": None, "cum_len": None})
-        await gym.sink.put(rest, prompt_suffix=suffix)
+        await gym.sink.put_continuation(rest, suffix)
     assert {entry.model_call_id: entry for entry in (await gym.source.freeze("rollout-2")).entries} == entries

@@ -110,19 +110,27 @@ def _gym_errors() -> Iterator[None]:
         raise joined(*exc.args) from exc
 
 
+def _own_entry(entry: TokenEntry) -> records.TokenEntry:
+    if not isinstance(entry, TokenEntry):
+        raise errors.InvalidRecordError(f"entry must be nemo_gym's TokenEntry, not {type(entry).__name__}")
+    # Nothing is checked here: the store validates what it is given.
+    return construct(records.TokenEntry, dict(entry))
+
+
 class SqlTokenSink(store.SqlTokenSink):
     """A Gym `TokenSink` with the optional `begin_call`, and with `refuse_call`."""
 
-    async def put(self, entry: TokenEntry, *, prompt_suffix: Sequence[int] | Buffer | None = None) -> None:
-        """Store one call, as `tokencustody.store.SqlTokenSink.put` does."""
-        if not isinstance(entry, TokenEntry):
-            raise errors.InvalidRecordError(
-                f"entry must be nemo_gym's TokenEntry, not {type(entry).__name__}"
-            )
-        # Nothing is checked here: the store validates what it is given.
-        own = construct(records.TokenEntry, dict(entry))
+    async def put(self, entry: TokenEntry) -> None:
+        """Store one call. Errors as for `tokencustody.store.SqlTokenSink.put`."""
         with _gym_errors():
-            await super().put(own, prompt_suffix=prompt_suffix)
+            await super().put(_own_entry(entry))
+
+    async def put_continuation(self, entry: TokenEntry, prompt_suffix: Sequence[int] | Buffer) -> None:
+        """Store one call whose prompt follows its parent's sequence, as
+        `tokencustody.store.SqlTokenSink.put_continuation` does.
+        """
+        with _gym_errors():
+            await super().put_continuation(_own_entry(entry), prompt_suffix)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         with _gym_errors():

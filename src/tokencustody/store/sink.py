@@ -60,40 +60,48 @@ class SqlTokenSink(SqlStore):
     Every method returns once its row is durable, and raises StoreUnavailableError when the deadline passes first.
     """
 
-    async def put(self, entry: TokenEntry, *, prompt_suffix: Sequence[int] | Buffer | None = None) -> None:
+    async def put(self, entry: TokenEntry) -> None:
         """Store one call.
 
         The same call id with the same bytes is a no-op. With other bytes the first payload stays, the rollout is
         incomplete and PayloadConflictError (a ValueError) is raised. Raises InvalidRecordError for a malformed
         entry and EntryTooLargeError for one above `max_entry_bytes`, TokenCaptureFrozenError or
         TokenCaptureRetiredError after the fence.
+        """
+        entry, key = self._checked(entry)
+        self._replay_once()
+        with self._database.doors() as doors:
+            await self._put(doors, doors.kept(KnownSequences), key, entry)
 
-        With `prompt_suffix`, the ids of the prompt after the parent's whole sequence, the record is the one that it
-        would be with its whole prompt: the store puts the two together, and fills `digest` and `cum_len` where they are
-        None. `prompt_token_ids` is then empty and `parent_call_id` a resolved parent, in a record that is no delta.
-        Raises LineageError, with nothing stored, where the parent is not there, conflicts or has no tokens, and where a
+    async def put_continuation(self, entry: TokenEntry, prompt_suffix: Sequence[int] | Buffer) -> None:
+        """Store one call as `put` does, whose prompt is its parent's whole sequence and then `prompt_suffix`.
+
+        `entry` has no prompt ids, names a resolved parent, and is no delta. The store puts the prompt together, fills
+        `digest` and `cum_len` where they are None, and stores the record that has them all. Raises as `put` does, and
+        LineageError, with nothing stored, where the parent is not there, conflicts or has no tokens, and where a
         `digest` or `cum_len` that was given is not that of the sequence.
         """
-        entry = validated(entry)
-        key = RolloutKey(self.run, check_rollout_id(entry.rollout_id))
-        check_call_id(entry.model_call_id)
-        if prompt_suffix is not None:
-            suffix = checked_suffix(entry, prompt_suffix)
+        entry, key = self._checked(entry)
+        suffix = checked_suffix(entry, prompt_suffix)
+        parent = entry.parent_call_id or ""
         self._replay_once()
         with self._database.doors() as doors:
             sequences = doors.kept(KnownSequences)
-            if prompt_suffix is None:
-                await self._put(doors, sequences, key, entry)
-                return
-            known = sequences.find(key, entry.parent_call_id or "")
+            known = sequences.find(key, parent)
             if known is not None:
                 try:
                     await self._put(doors, sequences, key, continued(entry, known, suffix), on=known)
                     return
                 except ParentReplacedError:
                     pass  # by another process, so that it is read
-            read = await _read_base(doors, sequences, key, entry.parent_call_id or "")
+            read = await _read_base(doors, sequences, key, parent)
             await self._put(doors, sequences, key, continued(entry, read, suffix), on=read)
+
+    def _checked(self, entry: TokenEntry) -> tuple[TokenEntry, RolloutKey]:
+        entry = validated(entry)
+        key = RolloutKey(self.run, check_rollout_id(entry.rollout_id))
+        check_call_id(entry.model_call_id)
+        return entry, key
 
     async def _put(
         self,

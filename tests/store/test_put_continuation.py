@@ -57,9 +57,9 @@ async def test_a_suffix_is_stored_as_the_whole_prompt_would_be(store: CaptureSto
         for form, ids in {"list": suffix, "tuple": tuple(suffix), **id_arrays(suffix)}.items():
             call = f"call {number} {form}"
             expected = whole(call, suffix)
-            await store.sink.put(without_prompt(expected), prompt_suffix=ids)
+            await store.sink.put_continuation(without_prompt(expected), ids)
             await store.sink.put(expected)  # a no-op
-            await store.sink.put(without_prompt(expected), prompt_suffix=ids)
+            await store.sink.put_continuation(without_prompt(expected), ids)
     found = await rows_of(store_url, tables.entries)
     assert {row["shared_len"] for row in found if row["model_call_id"] != "root"} == {len(SEQUENCE)}
     snapshot = await store.source.freeze("rollout-1")
@@ -67,14 +67,14 @@ async def test_a_suffix_is_stored_as_the_whole_prompt_would_be(store: CaptureSto
     read = {entry.model_call_id: entry for entry in snapshot.entries}
     assert read["call 1 list"] == whole("call 1 list")
     with pytest.raises(TokenCaptureFrozenError):
-        await store.sink.put(without_prompt(whole("late")), prompt_suffix=SUFFIX)
+        await store.sink.put_continuation(without_prompt(whole("late")), SUFFIX)
 
 
 async def test_what_the_caller_gave_is_not_changed(store: CaptureStore) -> None:
     await store.sink.put(ROOT)
     given = without_prompt(whole())
     before = given.model_copy(deep=True)
-    await store.sink.put(given, prompt_suffix=SUFFIX)
+    await store.sink.put_continuation(given, SUFFIX)
     assert given == before
 
 
@@ -82,7 +82,7 @@ async def test_another_suffix_under_the_same_id_is_a_conflict(store: CaptureStor
     await store.sink.put(ROOT)
     await store.sink.put(whole())
     with pytest.raises(PayloadConflictError, match="prompt_token_ids"):
-        await store.sink.put(without_prompt(whole()), prompt_suffix=[5, 7])
+        await store.sink.put_continuation(without_prompt(whole()), [5, 7])
     assert (await store.source.freeze("rollout-1")).incomplete
 
 
@@ -93,7 +93,7 @@ async def test_the_parent_may_have_been_written_by_another_process(
     leaf = make_entry(
         model_call_id="leaf", prompt=[*SEQUENCE, *SUFFIX, 8, 9, 4], generation=[1], parent="middle"
     )
-    await store.sink.put(without_prompt(leaf), prompt_suffix=[4])
+    await store.sink.put_continuation(without_prompt(leaf), [4])
     assert leaf in (await store.source.freeze("rollout-1")).entries
 
 
@@ -111,7 +111,7 @@ async def test_a_parent_that_is_a_delta_has_its_whole_sequence(store: CaptureSto
     leaf = make_entry(
         model_call_id="leaf", prompt=[*SEQUENCE, *SUFFIX, 8, 9, 4], generation=[1], parent="delta"
     )
-    await store.sink.put(without_prompt(leaf), prompt_suffix=[4])
+    await store.sink.put_continuation(without_prompt(leaf), [4])
     assert leaf in (await store.source.freeze("rollout-1")).entries
 
 
@@ -120,7 +120,7 @@ async def test_a_parent_that_another_process_replaced_is_not_taken_for_the_one_t
 ) -> None:
     await store.sink.put(ROOT)
     await elsewhere(store, store_url, OTHER_ROOT, removes=True)
-    await store.sink.put(without_prompt(whole()), prompt_suffix=SUFFIX)
+    await store.sink.put_continuation(without_prompt(whole()), SUFFIX)
     read = {entry.model_call_id: entry for entry in (await store.source.freeze("rollout-1")).entries}
     assert read["call"].prompt_token_ids == [4, 4, 4, *SUFFIX]
 
@@ -131,7 +131,7 @@ async def test_a_parent_that_another_process_removed_is_not_taken_from_what_is_k
     await store.sink.put(ROOT)
     await elsewhere(store, store_url, removes=True)
     with pytest.raises(LineageError, match="its parent root is not stored"):
-        await store.sink.put(without_prompt(whole()), prompt_suffix=SUFFIX)
+        await store.sink.put_continuation(without_prompt(whole()), SUFFIX)
     assert not await identities(store_url)
 
 
@@ -148,7 +148,7 @@ async def test_a_parent_that_is_replaced_after_it_was_read_leaves_nothing_behind
 
     monkeypatch.setattr(sink, "write_call", replace_then_write)
     with pytest.raises(LineageError, match="put the call with its whole prompt"):
-        await store.sink.put(without_prompt(whole()), prompt_suffix=SUFFIX)
+        await store.sink.put_continuation(without_prompt(whole()), SUFFIX)
     assert list(await identities(store_url)) == ["root"]
 
 
@@ -164,7 +164,7 @@ async def test_without_one_sequence_to_follow_nothing_is_stored(
         await store.sink.put(make_entry(model_call_id="root", prompt=[], generation=[]))
     before = await identities(store_url)
     with pytest.raises(LineageError, match="model call call of rollout rollout-1: its parent root is not"):
-        await store.sink.put(without_prompt(whole()), prompt_suffix=SUFFIX)
+        await store.sink.put_continuation(without_prompt(whole()), SUFFIX)
     assert await identities(store_url) == before
     if parent == "absent":
         assert not (await store.source.freeze("rollout-1")).incomplete
@@ -175,8 +175,8 @@ async def test_a_digest_or_length_that_was_given_must_be_that_of_the_sequence(st
     good = whole()
     for wrong in ({"digest": "0" * 64}, {"cum_len": 3}):
         with pytest.raises(LineageError, match="call"):
-            await store.sink.put(without_prompt(good, **wrong), prompt_suffix=SUFFIX)
-    await store.sink.put(without_prompt(good, digest=good.digest, cum_len=good.cum_len), prompt_suffix=SUFFIX)
+            await store.sink.put_continuation(without_prompt(good, **wrong), SUFFIX)
+    await store.sink.put_continuation(without_prompt(good, digest=good.digest, cum_len=good.cum_len), SUFFIX)
     assert good in (await store.source.freeze("rollout-1")).entries
 
 
@@ -197,4 +197,4 @@ async def test_a_record_that_cannot_take_a_suffix_is_refused_before_anything_is_
     await store.sink.put(ROOT)
     for changes, suffix, said in refused:
         with pytest.raises(InvalidRecordError, match=said):
-            await store.sink.put(good.model_copy(update=changes), prompt_suffix=suffix)
+            await store.sink.put_continuation(good.model_copy(update=changes), suffix)
