@@ -56,7 +56,7 @@ READS: dict[str, Call] = {
 }
 # What the names of `METHODS` say in other words.
 WRITES = {"put", "begin_call", "refuse_call", "mark_incomplete", "freeze", "drop", "retire", "delete"}
-WRITES |= {"record", "record_failure", "import_rows", "stage"}
+WRITES |= {"put_continuation", "record", "record_failure", "import_rows", "stage"}
 # These have no transaction.
 NO_TRANSACTION = {"close", "stats", "is_process_shared"}
 

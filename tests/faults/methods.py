@@ -49,6 +49,16 @@ def _put(call: str = "call-1", **fields: Any) -> Step:
     return lambda store, rollout: store.sink.put(make_entry(rollout, call, **fields))
 
 
+def _continue(parent: str, call: str) -> Step:
+    def run(store: CaptureStore, rollout: str) -> Awaitable[None]:
+        entry = make_entry(rollout, call, prompt=[], parent=parent)
+        return store.sink.put_continuation(
+            entry.model_copy(update={"digest": None, "cum_len": None}), prompt_suffix=[7, 8]
+        )
+
+    return run
+
+
 def _record(call: str = "call-1", **fields: Any) -> Step:
     return lambda store, rollout: store.lineage.record(make_commit(rollout, call, **fields))
 
@@ -128,6 +138,12 @@ _OPEN = _put("call-0")
 
 METHODS: dict[str, Method] = {
     "put": Method(_OPEN, _put(), Request.STATEMENT, after=_holds("call-0", "call-1", incomplete=False)),
+    "put_continuation": Method(
+        _OPEN,
+        _continue("call-0", "call-1"),
+        Request.STATEMENT,
+        after=_holds("call-0", "call-1", incomplete=False),
+    ),
     "put again": Method(
         _both(_OPEN, _put()), _put(), Request.STATEMENT, after=_holds("call-0", "call-1", incomplete=False)
     ),

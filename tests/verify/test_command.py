@@ -20,6 +20,7 @@ from tests.support.machine import needs_linux
 from tests.verify.verifying import RUN, change, fill
 from tokencustody.cli import main
 from tokencustody.verify import running
+from tokencustody.verify.checkpoint import Checkpoint, Position
 
 HOSTILE = "[red]x[/red]\x1b[31m"
 
@@ -117,6 +118,15 @@ def _leave_all_to_other_processes_and_save_every_step() -> None:
     os.setsid()
     running._SOON = running._SAVE_EVERY = 0.0
     running._is_up = lambda first: first.result() > 0
+    save = Checkpoint.save
+
+    def save_and_wait(checkpoint: Checkpoint, position: Position) -> None:
+        save(checkpoint, position)
+        # Until it is stopped, which may come late; on its way out it saves too.
+        while sys.exc_info()[1] is None:
+            time.sleep(0.05)
+
+    Checkpoint.save = save_and_wait  # type: ignore[method-assign]
 
 
 def _children(process: ForkServerProcess) -> list[int]:
