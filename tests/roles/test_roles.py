@@ -21,6 +21,7 @@ from tokencustody.store import SqlLineageStore, SqlTokenSink
 
 WORKERS = {
     "put",
+    "put_continuation",
     "put again",
     "conflicting put, statement",
     "conflicting put",
