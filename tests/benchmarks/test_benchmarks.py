@@ -117,26 +117,20 @@ def test_a_target_is_judged_by_the_median_of_the_ratios_within_rounds(
     assert judged.text == verdict
 
 
-def test_a_share_of_calls_is_judged_as_it_is() -> None:
-    target = next(target for target in TARGETS if target.under is None and target.unit == "%")
-    for percent, verdict in ((0.99, "met"), (1.01, "missed")):
+@pytest.mark.parametrize(
+    ("unit", "figure", "met", "missed"), [("%", "retries", 0.99, 1.01), (" ms", "put_p99", 59.9, 60.1)]
+)
+def test_a_share_of_calls_and_a_time_are_judged_as_they_are(
+    unit: str, figure: str, met: float, missed: float
+) -> None:
+    target = next(target for target in TARGETS if target.under is None and target.unit == unit)
+    for value, verdict in ((met, "met"), (missed, "missed")):
         results = Results()
-        results.add(target.over.workload, target.over.store, retries=percent)
+        results.add(target.over.workload, target.over.store, **{figure: value})
         judged = judge(target, results)
         assert judged.text == verdict
         assert judged.spread is not None
-        assert target.describe(judged.spread.median) == f"{percent:.2f}%"
-
-
-def test_a_time_is_judged_as_it_is() -> None:
-    target = next(target for target in TARGETS if target.unit == " ms")
-    for milliseconds, verdict in ((59.9, "met"), (60.1, "missed")):
-        results = Results()
-        results.add(target.over.workload, target.over.store, put_p99=milliseconds)
-        judged = judge(target, results)
-        assert judged.text == verdict
-        assert judged.spread is not None
-        assert target.describe(judged.spread.median) == f"{milliseconds:.2f} ms"
+        assert target.describe(judged.spread.median) == f"{value:.2f}{unit}"
 
 
 def test_a_target_whose_workload_was_left_out_has_no_verdict() -> None:
